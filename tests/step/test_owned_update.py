@@ -208,6 +208,24 @@ def test_an_update_is_that_of_one_device(name):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_convolution_kernel_is_what_the_optimizer_takes_it_for(is_one):
+    """One matrix [height x width x in, out], or one for each row of the window; three devices pad the kernel."""
+    shape = (2, 3, 4, 7)
+    as_one = lambda g: newton_schulz(g.reshape(-1, g.shape[-1])).reshape(g.shape)
+    one = as_one if is_one else newton_schulz
+    tx = optax.chain(optax.stateless(lambda grads, _: jax.tree.map(one, grads)), optax.sgd(0.1))
+    create = lambda: {"kernel": jax.random.normal(jax.random.key(0), shape)}
+    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["kernel"].reshape(-1, 7)) ** 2)
+    zero, x = Zero(zerojax.make_mesh(devices=jax.devices()[:3]), 3), np.random.default_rng(0).normal(size=(6, 24))
+    x, state = x.astype(np.float32), zero.init(create, tx)
+    assert [layers for _, layers in matrices(update_of_layout(zero, state))] == [None if is_one else 2]
+    after, _ = zero.train_step(loss)(state, x)
+    updates, _ = tx.update(jax.grad(loss)(create(), x), tx.init(create()), create())
+    (got,), want = weights(after), optax.apply_updates(create(), updates)["kernel"]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_replicas_and_microbatches_have_the_same_update():
     """Hybrid sharding: the owners are all devices. The update follows all microbatches. Buckets hold few elements."""
     zero = Zero(zerojax.make_mesh(replica=2), 3, stacked="stack")

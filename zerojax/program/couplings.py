@@ -134,6 +134,7 @@ def _coupling(
     leaf: Mapping[Var, int | None],
     users: Mapping[Var, set[int]],
 ) -> Coupling:
+    """The coupling of the `chosen` equations of a parameter; `users` are those that read each variable."""
     producer = {v: k for k, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
     results = {v for v in jaxpr.outvars if jaxprs.is_var(v)}
     defined = [v for k in sorted(chosen) for v in jaxpr.eqns[k].outvars]

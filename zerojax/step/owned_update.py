@@ -256,7 +256,8 @@ class OwnedUpdate:
         # What each device computes. Devices with matrices of the same kinds do the same.
         n, of_devices = self._axes.num_shards, [tuple(k for k, _ in own) for own in each.owned]
         distinct = list(dict.fromkeys(of_devices))
-        get, give = ({own: [o for k in own for o in side(kinds[k])] for own in distinct} for side in _SIDES)
+        get = {own: [operand for k in own for operand in kinds[k].inputs] for own in distinct}
+        give = {own: [operand for k in own for operand in kinds[k].outputs] for own in distinct}
         dtype = next(o.dtype for operands in get.values() for o in operands)
         length, length_after = (max(_length(operands, n) for operands in side.values()) for side in (get, give))
 
@@ -326,9 +327,6 @@ def _shards(rows: Array, operands: Sequence[Operand], n: int) -> list[Array]:
     ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
     parts = jnp.split(rows, ends, axis=1)
     return [part.reshape(len(rows), *shape) for part, shape in zip(parts, shapes, strict=False)]
-
-
-_SIDES: tuple[Callable[[Kind], list[Operand]], ...] = (lambda kind: kind.inputs, lambda kind: kind.outputs)
 
 
 class _Traced(NamedTuple):
