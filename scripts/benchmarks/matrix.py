@@ -35,6 +35,7 @@ def arguments():
     parser.add_argument("--layers", type=int, default=16, help="of the GPT (default %(default)s)")
     parser.add_argument("--unrolled", action="store_true", help="the GPT as a list of layers instead of a scan")
     parser.add_argument("--microbatches", type=int, default=1, help="(default %(default)s)")
+    parser.add_argument("--offload", default="none", help="of Zero (default %(default)s)")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="default: all of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # a form, in a process of its own
@@ -146,7 +147,7 @@ def compiled(args, form):
         create, loss, options = gpt.create(config), gpt.loss, {}
         batch = gpt.batch_aval(config, 2 * len(devices) * args.microbatches)
     mesh = zerojax.make_mesh(devices=devices, replica=num_slices(devices))
-    zero, tx = zerojax.Zero(mesh, 3, "bf16", **options), optimizer(form)
+    zero, tx = zerojax.Zero(mesh, 3, "bf16", offload=args.offload, **options), optimizer(form)
     state = zero.eval_init(create, tx)
     traced = zero.train_step(loss, num_microbatches=args.microbatches, remat="full").trace(state, batch)
     program, temporaries = schedule.compiled(traced, targets.platform(args.target))

@@ -12,7 +12,7 @@ import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hardware, hlo, hlo_collectives, jaxpr_counts
 from zerojax.plan import timeline
-from zerojax.step.owned_update import owned_update
+from zerojax.step.owned_update import owned_matrices
 from zerojax.step.owners import owned_counts
 
 pytestmark = pytest.mark.aot
@@ -82,7 +82,7 @@ def test_a_timeline_takes_the_longest_branch():
     """Six layers on eight devices: what a device multiplies depends on the device."""
     cluster, devices = hardware.cluster("h100:8"), 8
     muon, adamw = (timeline.predict(program("h100:8", form, layers=6), cluster) for form in ("muon", "adamw"))
-    (kinds,) = owned_update(*settings_of("h100:8", layers=6)).kinds.values()
+    (kinds,) = owned_matrices(*settings_of("h100:8", layers=6)).groups
     counts = owned_counts(kinds, devices)
     seconds = [sum(p.seconds(cluster.chip) for p in jaxpr_counts.products(k.couplings[0].equations)) for k in kinds]
     of_device = [sum(c[d] * s / 6 for c, s in zip(counts, seconds, strict=True)) for d in range(devices)]

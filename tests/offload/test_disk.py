@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 import zerojax
 from zerojax import Zero
@@ -209,3 +210,8 @@ def test_other_uses_of_a_state(tmp_path):
 def test_only_an_optimizer_can_be_on_a_disk(offload, tmp_path):
     with pytest.raises(ValueError, match=f"got:      offload='{offload}' and a directory"):
         Zero(zerojax.make_mesh(), offload=offload, offload_dir=tmp_path)
+
+
+def test_owners_of_matrices_do_not_read_them_from_a_disk(tmp_path):
+    with pytest.raises(ValueError, match=r"offload: scale_by_muon cannot be computed for one piece"):
+        zero_of(tmp_path).eval_init(create, contrib.muon(1e-3))

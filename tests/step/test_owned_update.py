@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from support.parity import STEPS, assert_close, batches, train
 import zerojax
 from zerojax import Zero
 from zerojax.analysis import jaxpr_counts
+from zerojax.offload import host_pieces
 from zerojax.program import jaxprs
 from zerojax.program.per_layer import Mixed, PerLayer
 from zerojax.sharding.axes import Dims
@@ -60,7 +62,7 @@ def muon():
 
 
 def update_of_layout(zero, state):
-    return OwnedUpdate(zero.config, state.layout, LEAVES_WHOLE)
+    return OwnedUpdate(zero.config, state.layout, LEAVES_WHOLE).owned
 
 
 def update_of(zero, name, tx):
@@ -69,9 +71,7 @@ def update_of(zero, name, tx):
 
 def matrices(update):
     """The (shape, layers) of the parameters that owners update."""
-    return [
-        (kind.inputs[0].shape, kind.layers) for kinds in update.kinds.values() for kind in kinds for _ in kind.couplings
-    ]
+    return [(kind.inputs[0].shape, kind.layers) for kinds in update.groups for kind in kinds for _ in kind.couplings]
 
 
 def data_for(name, n, count=STEPS):
@@ -202,7 +202,7 @@ def test_an_update_is_that_of_one_device(name):
     tx, zero = TXS[name](), Zero(zerojax.make_mesh(devices=jax.devices()[:3]), 3, stacked="stack")
     update = update_of_layout(zero, zero.eval_init(create, tx))
     assert len(matrices(update)) >= (0 if name == "differences" else 10)
-    assert len(update.kinds) == {"norm of products": 2, "differences": 0}.get(name, 1)
+    assert len(update.groups) == {"norm of products": 2, "differences": 0}.get(name, 1)
     state, _ = trained(zero, tx)
     for got, want in zip(weights(state), jax.tree.leaves(on_one_device(tx)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -296,6 +296,41 @@ def test_stacks_of_which_each_device_has_whole_layers_have_no_owners():
     assert row.reason == "each device has whole matrices, since dim 0 is sharded"
 
 
+@pytest.mark.parametrize(
+    ("offload", "stage", "n"), [("optimizer", 3, 8), ("optimizer", 0, 8), ("params", 3, 3), ("optimizer", 1, 1)]
+)
+def test_a_state_in_host_memory_is_updated_alike(offload, stage, n, monkeypatch):
+    """In pieces; its matrices have owners on one device, too."""
+    monkeypatch.setattr(host_pieces, "PIECES_BYTES", 4096)
+    batch, states = TOKENS[: len(TOKENS) // n * n], []
+    for where in ("none", offload):
+        zero = Zero(zerojax.make_mesh(devices=jax.devices()[:n]), stage, stacked="stack", offload=where)
+        state, step = zero.init(create, muon()), zero.train_step(loss, clip_norm=0.1)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        states.append(state)
+    assert {a.sharding.memory_kind for a in jax.tree.leaves(states[1].opt_state) if a.ndim} == {"pinned_host"}
+    chex.assert_trees_all_close(*(state.logical().params for state in states), rtol=1e-6, atol=1e-6)
+    audit = step.audit(states[1], batch)
+    assert audit.ok, str(audit)
+
+
+def test_moments_of_8_bits_are_updated_in_pieces_around_the_owners(monkeypatch):
+    """Muon has one moment of matrices, which the first pass reads and writes."""
+    monkeypatch.setattr(host_pieces, "DEVICE_PIECES_BYTES", 4096)
+    tx, found = zerojax.low_bit_moments(muon(), 8, exempt=(), min_size=0), []
+    for n in (8, 1):
+        zero = Zero(zerojax.make_mesh(devices=jax.devices()[:n]), 3, stacked="stack")
+        state, step = zero.init(create, tx), zero.train_step(loss)
+        for _ in range(3):
+            state, _ = step(state, TOKENS)
+        found.append(state.logical().params)
+    chex.assert_trees_all_close(*found, rtol=1e-4, atol=1e-5)
+    update = zero.config.memory.update(zero.config, state.layout, [jnp.float32] * len(state.layout.leaves), False)
+    first, second = update.split.passes[[leaf.path for leaf in state.layout.leaves].index("stack")]
+    assert first.results and not {*first.reads} & {*second.reads}
+
+
 def test_a_step_of_your_own_has_owners_too():
     zero = Zero(zerojax.make_mesh(), 3, stacked="stack")
     tx, params = zero.optimizer(muon()), zero.shard(create())
@@ -378,7 +413,7 @@ def test_the_work_of_a_matrix_is_that_of_its_products():
     tx, zero = optax.stateless(lambda grads, _: jax.tree.map(one, grads)), Zero(zerojax.make_mesh(), 3)
     made = {name: jnp.ones(shape) for name, shape in shapes.items()}
     update = update_of_layout(zero, zero.eval_init(lambda: made, tx))
-    (kinds,) = update.kinds.values()
+    (kinds,) = update.groups
     assert {k.work for k in kinds} == {3 * (2 * 16 * 16 * 64 + 16**3)}
 
 
@@ -392,7 +427,7 @@ def test_matrices_are_sent_in_the_dtype_of_their_products():
 
     tx, zero = optax.stateless(lambda grads, _: jax.tree.map(one, grads)), Zero(zerojax.make_mesh(), 3)
     update = update_of_layout(zero, zero.eval_init(lambda: {"w": jnp.ones((16, 64))}, tx))
-    ((kind,),) = update.kinds.values()
+    ((kind,),) = update.groups
     assert [o.dtype for o in (*kind.inputs, *kind.outputs)] == [jnp.bfloat16, jnp.bfloat16]
 
 

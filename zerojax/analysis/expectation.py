@@ -24,7 +24,7 @@ from zerojax.sharding.placement import Leaf, shard_bytes
 from zerojax.step import state as states
 from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.loss_traces import Use
-from zerojax.step.owned_update import owned_update
+from zerojax.step.owned_update import owned_matrices
 from zerojax.step.state import TrainState
 
 # Collectives of at most this many bytes are not counted: they reduce losses, weights, norms and metrics.
@@ -128,7 +128,7 @@ def expect(
     averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in floating))
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
-    owners = owned_update(config, state.layout)
+    owners = owned_matrices(config, state.layout)
     rounds = [_ring_bytes(config.optimizer_axes.num_shards, size) for size in (owners.sent_bytes() if owners else [])]
     others = SentBytes(all_reduced=averaged, exchanged=sum(rounds))
     most = SentBytes(*map(sum, zip(most, replicas, others, strict=True)))

@@ -19,7 +19,7 @@ from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.placement import Leaf
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
-from zerojax.step.owned_update import owned_update
+from zerojax.step.owned_update import owned_matrices
 from zerojax.step.owners import owned_counts
 from zerojax.step.state import TrainState, in_host, logical_avals
 from zerojax.utils.tables import Column, Screen, TextTable, printed, screen
@@ -279,16 +279,16 @@ def explain(
 
 
 def _owners(config: ZeroConfig, state: TrainState) -> Iterator[OwnerRow]:
-    update = owned_update(config, state.layout)
-    if update is None:
+    owned = owned_matrices(config, state.layout)
+    if owned is None:
         return
     trained = [leaf.path for leaf in state.layout.leaves if leaf.trainable]
-    for kinds in update.kinds.values():
+    for kinds in owned.groups:
         for kind, counts in zip(kinds, owned_counts(kinds, config.optimizer_axes.num_shards), strict=True):
             yield OwnerRow(
                 tuple(trained[c.leaf] for c in kind.couplings), kind.inputs[0].shape, tuple(counts), work=kind.work
             )
-    for leaf, reason in update.others:
+    for leaf, reason in owned.others:
         yield OwnerRow((leaf.path,), leaf.shape, (), reason)
 
 

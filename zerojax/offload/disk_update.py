@@ -61,6 +61,8 @@ class Pending:
 class DiskUpdate(StreamedUpdate):
     """The update of a state whose optimizer is on a local disk. Its arguments are those of `StreamedUpdate`."""
 
+    two_passes = False
+
     def __call__(self, state: TrainState, step: StepGrads) -> Updated:
         """In the program of a step: updates what is computed once, and leaves the rest for `finish`."""
         whole = self._compute_whole(state, step)
@@ -231,7 +233,7 @@ class DiskUpdate(StreamedUpdate):
             total: Array,
         ) -> Results:
             fixed = Fixed({self._num_results + k: grads}, sliced, scalars, None)
-            results = self._update_piece(k, cut, c, fetched, kept, computed, fixed, ())
+            results, _ = self._update_piece(k, cut, c, fetched, kept, computed, fixed, ())
             kept = {p: cut.of_rows(a.shape).write(a, results[p], c) for p, a in kept.items()}
             new = cut.write(computed, results[k].astype(computed.dtype), c)
             total += self._squared_norm(k, results[k])

@@ -56,7 +56,7 @@ class OptimizerInHost(Memory):
 
     def check(self, config: ZeroConfig, layout: StateLayout, platform: str | None = None) -> None:
         dtypes = [leaf.dtype for leaf in layout.leaves if leaf.trainable]
-        StreamedUpdate(config, layout, dtypes, scales=False)  # raises if it cannot be computed piece by piece
+        self.update(config, layout, dtypes, scales=False)  # raises if it cannot be computed piece by piece
         check_layouts(config, layout, platform)
 
     def check_state(self, config: ZeroConfig, state: TrainState) -> None:

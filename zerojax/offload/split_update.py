@@ -8,22 +8,26 @@ memory:
     step count ──► schedule ──► learning rate┤
                                              ▼
     a piece of a gradient, its moments and its parameter ──► their new values    for each piece
+
+Whole matrices that have owners (`step.owned_matrices`) divide the update of a parameter into two passes: what they are
+multiplied from, and what follows from their products.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import Atom, Equation, Var
+from zerojax.program.couplings import Coupling, around
+from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Var
 from zerojax.step.optimizers import optimizer_function
 from zerojax.utils.text import error_text
-from zerojax.utils.typing import Array, ArrayLike, Aval, Shape
+from zerojax.utils.typing import Array, ArrayLike, Shape
 
 
 class Operand(NamedTuple):
@@ -33,17 +37,28 @@ class Operand(NamedTuple):
     in_host: bool = False  # whether it is in host memory
 
 
+class Pass(NamedTuple):
+    """What is computed for a piece of a parameter."""
+
+    equations: list[Equation]
+    reads: list[int]  # the positions of arguments of the parameter
+    results: list[int]  # the positions of results
+    values: list[Var]  # that are results too: what its owners need of the parameter
+
+
 class SplitUpdate:
     """The update of an optimizer, in two parts.
 
     Args:
-        fn: the update, from flat arrays to flat arrays.
-        avals: of its arguments.
+        closed: the update, from flat arrays to flat arrays, without nested jits. An argument and the result at its
+            position are the same array, before and after the update.
         arguments, results: what they are.
         rows: of each parameter that operands belong to.
+        owned: what the owners of matrices compute, at most one for a parameter. It has the parameter's shape.
 
     Attributes:
         leaves: the parameters that are updated in pieces.
+        passes: over the pieces of each of them. The second one needs the outputs of its owners.
         whole_rows: those of which a piece must not divide a row further than a mesh does.
         scalars: variables that are computed once and read with every piece.
         sliced: (variable, parameter): variables with a parameter's rows that are computed once, and read in pieces.
@@ -53,15 +68,14 @@ class SplitUpdate:
 
     def __init__(
         self,
-        fn: Callable[..., Sequence[Array]],
-        avals: Sequence[Aval],
+        closed: ClosedJaxpr,
         arguments: Sequence[Operand],
         results: Sequence[Operand],
         rows: Mapping[int, Rows],
+        owned: Sequence[Coupling] = (),
     ):
-        self.arguments, self.results, self._rows = list(arguments), list(results), rows
-        self._closed = jaxprs.inlined(jaxprs.traced(fn, *avals)[0])
-        self._outvars = self._closed.jaxpr.outvars
+        self.arguments, self.results, self._rows, self._closed = list(arguments), list(results), rows, closed
+        self._outvars, self._owned = closed.jaxpr.outvars, {each.leaf: each for each in owned}
         self._plan()
 
     def _plan(self) -> None:
@@ -95,12 +109,20 @@ class SplitUpdate:
                 sliced[v, leaf] = None
 
         # Go backwards to what each of them is computed from.
-        self._by_leaf: dict[int, list[Equation]] = collections.defaultdict(list)
+        by_leaf: dict[int, list[Equation]] = collections.defaultdict(list)
         self._whole: list[Equation] = []
-        for equation in reversed(jaxpr.eqns):
+        before, later = around(jaxpr.eqns, list(self._owned.values()))
+        for equation in (*reversed(later), None, *reversed(before)):
+            if equation is None:  # here, owners compute
+                for leaf, coupling in self._owned.items():
+                    if any(v in whole or pieces[v] - {leaf} for v in coupling.outputs):
+                        raise self._cannot_split(coupling.own[0])
+                    pieces.update({v: pieces[v] | {leaf} for v in coupling.inputs})
+                    whole.update(coupling.shared)
+                continue
             for leaf in set().union(*(pieces.get(v, ()) for v in equation.outvars)):
                 if self._rows[leaf].compute(equation):
-                    self._by_leaf[leaf].append(equation)
+                    by_leaf[leaf].append(equation)
                     for v in jaxprs.variables(equation):
                         read_in_pieces(v, leaf, equation)
                 else:
@@ -111,16 +133,42 @@ class SplitUpdate:
                     raise self._cannot_split(equation)
                 self._whole.append(equation)
                 whole.update(jaxprs.variables(equation))
-        for equations in (self._whole, *self._by_leaf.values()):
+        for equations in (self._whole, *by_leaf.values()):
             equations.reverse()
 
         # Find what pieces read of whole arrays.
         self.leaves = sorted({result.leaf for result in self.results if result.leaf is not None})
         self.sliced = list(sliced)
-        read = dict.fromkeys(v for equations in self._by_leaf.values() for e in equations for v in jaxprs.variables(e))
+        read = dict.fromkeys(v for equations in by_leaf.values() for e in equations for v in jaxprs.variables(e))
         self.scalars = [v for v in read if v in whole and v.aval.shape == ()]
-        shapes = lambda k: [v.aval.shape for e in self._by_leaf[k] for v in (*jaxprs.variables(e), *e.outvars)]
+        shapes = lambda k: [v.aval.shape for e in by_leaf[k] for v in (*jaxprs.variables(e), *e.outvars)]
         self.whole_rows = {k for k in self.leaves if any(s not in ((), self._rows[k].shape) for s in shapes(k))}
+        self.passes = {k: self._passes(k, by_leaf[k]) for k in self.leaves}
+
+    def _passes(self, leaf: int, equations: Sequence[Equation]) -> list[Pass]:
+        """Divides what is computed for a piece of a parameter into its passes."""
+        number = {v: p for p, v in enumerate(self._closed.jaxpr.invars) if self.arguments[p].leaf == leaf}
+        results = [p for p, result in enumerate(self.results) if result.leaf == leaf]
+
+        def one(results: list[int], values: Sequence[Var] = (), given: Sequence[Var] = ()) -> Pass:
+            needed = {*(self._outvars[p] for p in results if jaxprs.is_var(self._outvars[p])), *values} - {*given}
+            found = []
+            for equation in reversed(equations):
+                if any(v in needed for v in equation.outvars):
+                    found.append(equation)
+                    needed.update(v for v in jaxprs.variables(equation) if v not in given)
+            return Pass(found[::-1], [p for v, p in number.items() if v in needed], results, list(values))
+
+        if leaf not in self._owned:
+            return [one(results)]
+        coupling = self._owned[leaf]
+        _, later = around(equations, [coupling])
+        waiting = {*coupling.outputs, *(v for equation in later for v in equation.outvars)}
+        waits = lambda atom: jaxprs.is_var(atom) and atom in waiting
+        second = one([p for p in results if waits(self._outvars[p])], given=coupling.outputs)
+        # What the second pass reads, the first one must not change.
+        second = one([p for p in results if p in {*second.results, *second.reads}], given=coupling.outputs)
+        return [one([p for p in results if p not in second.results], coupling.inputs), second]
 
     def compute_whole(self, arguments: Mapping[int, Array]) -> dict[Var, Array]:
         """The values that are computed once, by variable, from the arguments on the device, by position."""
@@ -136,20 +184,23 @@ class SplitUpdate:
         values: Mapping[Var, Array],
         piece: Shape,
         start: Sequence[ArrayLike],
-    ) -> dict[int, Array]:
-        """Computes the results that belong to a parameter, by position, for one piece of it.
+        number: int = 0,
+    ) -> tuple[dict[int, Array], list[Array]]:
+        """Computes the results of a pass for one piece of a parameter: (results by position, other values).
 
         Args:
             leaf: the parameter.
-            arguments: pieces of the arguments that belong to it, by position.
-            values: scalars, and pieces of `sliced`, by variable.
+            arguments: pieces of the arguments that the pass reads, by position.
+            values: scalars, pieces of `sliced` and of the outputs of owners, by variable.
             piece, start: the shape of the piece, and the position of its first element in the parameter.
+            number: of the pass.
         """
+        one = self.passes[leaf][number]
         scope = dict(values) | {self._closed.jaxpr.invars[k]: a for k, a in arguments.items()}
-        for equation in self._by_leaf[leaf]:
+        for equation in one.equations:
             operands = [_value(atom, scope) for atom in equation.invars]
             scope[equation.outvars[0]] = self._rows[leaf].compute_piece(equation, operands, piece, start)
-        return {k: _value(self._outvars[k], scope) for k, result in enumerate(self.results) if result.leaf == leaf}
+        return {p: _value(self._outvars[p], scope) for p in one.results}, [scope[v] for v in one.values]
 
     def whole_results(self, scope: Mapping[Var, Array]) -> dict[int, Array]:
         """The results that belong to no parameter, by position, from the values of `compute_whole`."""

@@ -16,6 +16,9 @@ The update of a parameter waits until the next pieces of the one `_AHEAD` places
 otherwise start all copies to the host before those from it, and the queues in which GPUs copy serve what was started
 first. What waits are the scalars that the update reads, which takes no copy of a piece.
 
+Matrices that an optimizer multiplies have owners (`step.owned_matrices`). Their pieces come twice: first for what is
+multiplied, of which the shards of all equal matrices are then on the device, and with their products for the rest.
+
 If parameters are in host memory too, gradients come with the other arrays, and in their place updated parameters go.
 """
 
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -34,20 +37,25 @@ from jax.sharding import PartitionSpec
 
 from zerojax.comm import collectives
 from zerojax.comm.buckets import Pieces
-from zerojax.comm.schedule import events
+from zerojax.comm.collectives import LEAVES_WHOLE
+from zerojax.comm.schedule import after, events
 from zerojax.offload import host_arrays, host_pieces
 from zerojax.offload.split_update import Operand, Rows, SplitUpdate
-from zerojax.program.jaxprs import Var
+from zerojax.program import jaxprs
+from zerojax.program.couplings import couplings
+from zerojax.program.jaxprs import ClosedJaxpr, Var
 from zerojax.sharding import padding
+from zerojax.sharding.axes import Dims
 from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.optimizer_placement import Stored
 from zerojax.sharding.padding import NO_PADDING
 from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.owned_matrices import OwnedMatrices
 from zerojax.step.state import StateLayout, TrainState, optimizer_shardings
 from zerojax.step.update import StepGrads, Updated
-from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike
+from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike, Shape
 
 _AHEAD = 2
 Arrays: TypeAlias = dict[int, Array]  # by position, or by parameter
@@ -56,10 +64,12 @@ Arrays: TypeAlias = dict[int, Array]  # by position, or by parameter
 class Fixed(NamedTuple):
     """What every piece is updated from."""
 
-    grads: Arrays  # on the device or in host memory
+    read: Arrays  # gradients, and arrays of the state that do not change, on the device or in host memory
     sliced: Sequence[Array]  # values of `SplitUpdate.sliced`
     scalars: Sequence[Array]  # values of `SplitUpdate.scalars`
     divisor: Array | None  # of gradients in host memory; None is 1
+    number: int = 0  # of the pass
+    products: Mapping[int, Mapping[Var, Array]] = {}  # what owners computed of parameters, for the second pass
 
 
 class _Whole(NamedTuple):
@@ -78,8 +88,13 @@ class StreamedUpdate:
         grad_dtypes: the dtypes of the gradients of trained parameters, in flattening order.
         scales: whether gradients are multiplied by a factor before the update.
 
+    Attributes:
+        owned: the matrices that the optimizer multiplies.
+
     Raises ValueError if there are arrays in host memory, and their update cannot be computed piece by piece.
     """
+
+    two_passes = True  # whether there may be matrices that have owners
 
     def __init__(self, config: ZeroConfig, layout: StateLayout, grad_dtypes: Sequence[DTypeLike], scales: bool):
         self.layout, self.config, self.scales = layout, config, scales
@@ -116,18 +131,34 @@ class StreamedUpdate:
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.float32)]
         grads = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, grad_dtypes, strict=True)]
         self._num_params, self._num_results = len(params), len(params) + len(opt_state)
+        closed = jaxprs.inlined(jaxprs.traced(self._update, *params, *opt_state, *grads, *scalars)[0])
+        owners = [*range(len(params)), *(each.param and number[each.param.path] for each in stored), *range(len(grads))]
+        self.owned = self._owned(closed, owners, rows)
         self.split = SplitUpdate(
-            self._update,
-            [*params, *opt_state, *grads, *scalars],
+            closed,
             [*of_params, *of_states, *of_grads, *[Operand()] * len(scalars)],
             [*of_params, *of_states],
             rows,
+            [coupling for kinds in self.owned.groups for kind in kinds for coupling in kind.couplings],
         )
         is_state = lambda p: p >= self._num_params or layout.has_master or self._moved[p]
         self._in_place = {p for p, each in enumerate(self.split.results) if each.leaf is not None and is_state(p)}
         self._zeros = layout.trained_paddings(sharded)
         self._state_zeros = layout.optimizer_paddings(config.optimizer_axes, sharded)
         self._specs = leaf_specs(config.optimizer_axes, self.leaves, sharded)
+
+    def _owned(self, closed: ClosedJaxpr, owners: Sequence[int | None], rows: Mapping[int, Rows]) -> OwnedMatrices:
+        """The matrices of the update that have owners; `owners` are the parameters that its arguments belong to."""
+        leaf_of = {v: k for v, k in zip(closed.jaxpr.invars, owners, strict=False) if k is not None}
+        in_shape = lambda c: {v.aval.shape for v in (*c.inputs, *c.outputs)} == {self.leaves[c.leaf].shape}
+        is_local = lambda equation, k: jaxprs.is_elementwise(equation) or (k in rows and rows[k].compute(equation))
+        found = [coupling for coupling in couplings(closed.jaxpr, leaf_of, is_local) if in_shape(coupling)]
+        first = {coupling.leaf: coupling for coupling in reversed(found)}
+        found = [coupling for coupling in found if coupling is first[coupling.leaf]] if self.two_passes else []
+        sharded, dims = self.config.stage.shards_optimizer, dict[tuple[int | None, Shape], Dims]()
+        for k, leaf in enumerate(self.leaves):
+            dims[k, leaf.shape] = leaf.dims if sharded else Dims(None)
+        return OwnedMatrices(self.config, LEAVES_WHOLE, self.leaves, closed, found, dims, apart=True)
 
     def _update(self, *flat: Array) -> list[Array]:
         """The update of whole logical arrays: from (parameters, optimizer state, gradients, factor, finite, loss) to
@@ -155,17 +186,19 @@ class StreamedUpdate:
         specs = lambda arrays: {k: self._specs[operands[k].leaf] for k in arrays}
         sliced = [self._zeros[k].pad(once[v]) for v, k in self.split.sliced]
         scalars = [once[v] for v in self.split.scalars]
+        shared = [[once[v] for v in kinds[0].couplings[0].shared] for kinds in self.owned.groups]
         specs_apart, replicated = {k: self._specs[k] for k in apart}, PartitionSpec()
         stream = shard_map_over_data(
             self.config,
             self._stream,
             (
                 specs(stored), specs(grads), specs_apart, [self._specs[k] for _, k in self.split.sliced],
-                [replicated] * len(scalars), None if step.divisor is None else replicated,
+                [replicated] * len(scalars), [[replicated] * len(each) for each in shared],
+                None if step.divisor is None else replicated,
             ),
             (specs(stored), specs_apart, replicated),
         )  # fmt: skip
-        stored, apart, squared_norm = stream(stored, grads, apart, sliced, scalars, step.divisor)
+        stored, apart, squared_norm = stream(stored, grads, apart, sliced, scalars, shared, step.divisor)
 
         # Put both together.
         computed = [(apart if k in apart else stored)[k] for k in range(self._num_params)]
@@ -222,6 +255,7 @@ class StreamedUpdate:
         computed: Arrays,
         sliced: list[Array],
         scalars: list[Array],
+        shared: list[list[Array]],
         divisor: Array | None,
     ) -> tuple[Arrays, Arrays, Array]:
         """Updates the shards of this device: (arrays of the state, other parameters, squared norm)."""
@@ -233,35 +267,58 @@ class StreamedUpdate:
         wanted, first = -(-num_bytes // limit), self._num_results
         if moved and on_tpus(self.config.mesh):  # a stack that is read at once would be copied within host memory
             wanted = max(2, wanted)
-        by_count: dict[int, dict[int, Pieces]] = collections.defaultdict(dict)
+        cuts: dict[int, Pieces] = {}
         for k in self.split.leaves:
             shape = grads[first + k].shape
             is_row = len(shape) == 1 and k in self.split.whole_rows
-            pieces = host_pieces.cut(shape, 1 if is_row else wanted, self.config.mesh)
-            by_count[pieces.count][k] = pieces
+            cuts[k] = host_pieces.cut(shape, 1 if is_row else wanted, self.config.mesh)
 
-        # Update parameters of as many pieces together.
-        total = jnp.float32(0)
-        fixed = Fixed(grads, sliced, scalars, divisor)
-        for count, cuts in by_count.items():
-            own = {p: a for p, a in stored.items() if self.split.arguments[p].leaf in cuts}
-            params = {k: computed[k] for k in cuts if k in computed}
-            updated, params, total = self._stream_alike(cuts, count, own, params, total, fixed)
-            stored, computed = stored | updated, computed | params
+        def run(leaves: Iterable[int], total: Array, fixed: Fixed) -> tuple[Array, dict[int, list[Array]]]:
+            """A pass over parameters: (the squared norm so far, what owners need of each parameter)."""
+            nonlocal stored, computed
+            by_count: dict[int, dict[int, Pieces]] = collections.defaultdict(dict)
+            for k in leaves:
+                by_count[cuts[k].count][k] = cuts[k]
+            values: dict[int, list[Array]] = {}
+            for count, alike in by_count.items():  # update parameters of as many pieces together
+                passes = [self.split.passes[k][fixed.number] for k in alike]
+                own = {p: stored[p] for each in passes for p in each.results if p in stored}
+                read = {
+                    p: a for p, a in (stored | grads).items() for each in passes if p in each.reads and p not in own
+                }
+                params = {k: computed[k] for k in alike if k in computed}
+                updated, params, total, made = self._stream_alike(
+                    alike, count, own, params, total, fixed._replace(read=read)
+                )
+                stored, computed, values = stored | updated, computed | params, values | made
+            return total, values
+
+        # Update parameters by themselves, and then equal matrices.
+        fixed = Fixed({}, sliced, scalars, divisor)
+        total, _ = run([k for k in self.split.leaves if len(self.split.passes[k]) == 1], jnp.float32(0), fixed)
+        for kinds, of_kind in zip(self.owned.groups, shared, strict=True):
+            own = [coupling for kind in kinds for coupling in kind.couplings]
+            total, values = run([coupling.leaf for coupling in own], total, fixed)
+            outputs = self.owned.on_device(kinds, [values[coupling.leaf] for coupling in own], [of_kind])
+            products = {
+                c.leaf: dict(zip(c.outputs, arrays, strict=True)) for c, arrays in zip(own, outputs, strict=True)
+            }
+            second = fixed._replace(number=1, products=products)
+            total, _ = run([coupling.leaf for coupling in own], total, second)
         (total,) = collectives.all_reduce([total], self.config.axes.data, self.config.axes).leaves
         return stored, computed, total
 
     def _stream_alike(
         self, cuts: dict[int, Pieces], count: int, stored: Arrays, computed: Arrays, total: Array, fixed: Fixed
-    ) -> tuple[Arrays, Arrays, Array]:
-        """Updates parameters that are cut into equally many pieces, see `_stream`.
+    ) -> tuple[Arrays, Arrays, Array, dict[int, list[Array]]]:
+        """A pass over parameters that are cut into equally many pieces, see `_stream`.
 
         It adds to the squared norm `total`, so that one loop waits for another: the pieces of both would otherwise be
         on the device.
         """
-        operands = self.split.arguments
-        grads = {p: a for p, a in fixed.grads.items() if operands[p].in_host and operands[p].leaf in cuts}
-        moved = {p: a for p, a in (stored | grads).items() if operands[p].in_host}
+        operands, passes = self.split.arguments, {k: self.split.passes[k][fixed.number] for k in cuts}
+        reads = {p for each in passes.values() for p in each.reads}
+        moved = {p: a for p, a in (stored | fixed.read).items() if operands[p].in_host and p in reads}
         of_leaf = {k: [p for p in moved if operands[p].leaf == k] for k in cuts}
 
         def fetch(k: int, arrays: Arrays, c: ArrayLike) -> Arrays:
@@ -272,36 +329,42 @@ class StreamedUpdate:
             return pieces
 
         def step(
-            c: ArrayLike, carry: tuple[Arrays, Arrays, Array, Arrays], is_last: bool = False
-        ) -> tuple[Arrays, Arrays, Array, Arrays]:
+            c: ArrayLike, carry: tuple[Arrays, Arrays, Array, dict[int, list[Array]], Arrays], is_last: bool = False
+        ) -> tuple[Arrays, Arrays, Array, dict[int, list[Array]], Arrays]:
             """Updates piece `c` of each parameter, sends it back, and fetches the next one."""
-            stored, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], carry[3]
+            stored, computed, total, made, fetched = dict(carry[0]), dict(carry[1]), carry[2], dict(carry[3]), carry[4]
             following: Arrays = {}
             came: list[list[Array]] = [[]] * _AHEAD  # events of the next pieces of each parameter
             for k, pieces in largest_first:
                 # Compute.
-                results = self._update_piece(k, pieces, c, fetched, stored, computed.get(k), fixed, came[-_AHEAD])
-                total += self._squared_norm(k, results[k])
+                results, values = self._update_piece(
+                    k, pieces, c, fetched, stored, computed.get(k), fixed, came[-_AHEAD]
+                )
+                made[k] = [pieces.write(a, value, c) for a, value in zip(made[k], values, strict=True)]
                 # Write what is on the device, and send the rest.
                 for p in [p for p in stored if operands[p].leaf == k]:
                     cut, result = pieces.of_rows(stored[p].shape), results[p]
-                    stored[p] = cut.write(stored[p], host_arrays.to_host(result) if p in moved else result, c)
-                if k in computed:
+                    stored[p] = cut.write(stored[p], host_arrays.to_host(result) if operands[p].in_host else result, c)
+                if k in results:
+                    total += self._squared_norm(k, results[k])
+                if k in results and k in computed:
                     new = results[k].astype(computed[k].dtype)
                     computed[k] = pieces.write(computed[k], host_arrays.to_host(new) if self._moved[k] else new, c)
                 # Fetch the next piece.
                 if not is_last:
-                    following |= fetch(k, stored | grads, c + 1)
+                    following |= fetch(k, stored | fixed.read, c + 1)
                     came.append(events([following[p] for p in of_leaf[k]]))
-            return stored, computed, total, following
+            return stored, computed, total, made, following
 
         piece_bytes = lambda k: sum(math.prod(cuts[k].piece) * moved[p].dtype.itemsize for p in of_leaf[k])
         largest_first = sorted(cuts.items(), key=lambda each: piece_bytes(each[0]), reverse=True)
         first: Arrays = {}
         for k in cuts:
             first |= fetch(k, moved, 0)
-        carry = lax.fori_loop(0, count - 1, step, (stored, computed, total, first))
-        return step(count - 1, carry, is_last=True)[:3]
+        zeros = lambda k: [jnp.zeros(cuts[k].shape, v.aval.dtype) for v in passes[k].values]
+        made = {k: after(zeros(k), [total]) for k in cuts}  # those of the group before are no longer needed
+        carry = lax.fori_loop(0, count - 1, step, (stored, computed, total, made, first))
+        return step(count - 1, carry, is_last=True)[:4]
 
     def _update_piece(
         self,
@@ -313,22 +376,26 @@ class StreamedUpdate:
         computed: Array | None,
         fixed: Fixed,
         waits: Sequence[Array],
-    ) -> Arrays:
-        """The results that belong to parameter `k`, for piece `c` of it, by position. They wait for events."""
-        (grads, sliced, scalars, divisor), operands = fixed, self.split.arguments
-        scalars = host_arrays.scalars_after(scalars, waits)
+    ) -> tuple[Arrays, list[Array]]:
+        """What a pass computes for piece `c` of parameter `k`: (results by position, other values).
+
+        They wait for events.
+        """
+        operands, reads = self.split.arguments, self.split.passes[k][fixed.number].reads
+        scalars = host_arrays.scalars_after(fixed.scalars, waits)
         read = lambda a: cut.of_rows(a.shape).read(a, c)
         pieces = {p: a for p, a in fetched.items() if operands[p].leaf == k}
-        if divisor is not None:
-            pieces |= {p: a / divisor for p, a in pieces.items() if p in grads}
-        pieces |= {p: read(a) for p, a in (stored | grads).items() if operands[p].leaf == k and p not in pieces}
+        if fixed.divisor is not None:
+            pieces |= {p: a / fixed.divisor for p, a in pieces.items() if p >= self._num_results}
+        pieces |= {p: read(a) for p, a in (stored | fixed.read).items() if p in reads and p not in pieces}
         if k not in pieces and computed is not None:  # there is no master copy
             pieces[k] = read(computed)
         values = dict(zip(self.split.scalars, scalars, strict=True))
-        values |= {v: read(a) for (v, leaf), a in zip(self.split.sliced, sliced, strict=True) if leaf == k}
+        values |= {v: read(a) for (v, leaf), a in zip(self.split.sliced, fixed.sliced, strict=True) if leaf == k}
+        values |= {v: read(a) for v, a in fixed.products.get(k, {}).items()}
         start = self._start(k, cut, c)
-        results = self.split.compute_piece(k, pieces, values, cut.piece, start)
-        return {p: self._with_zeros(k, a, start) for p, a in results.items()}
+        results, others = self.split.compute_piece(k, pieces, values, cut.piece, start, fixed.number)
+        return {p: self._with_zeros(k, a, start) for p, a in results.items()}, others
 
     def _start(self, k: int, cut: Pieces, c: ArrayLike) -> list[Array]:
         """The position of the first element of a piece in the parameter, of which this device has a shard."""

@@ -24,7 +24,7 @@ from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.wire import BLOCK
 from zerojax.step.config import ZeroConfig
-from zerojax.step.owned_update import OwnedUpdate
+from zerojax.step.owned_matrices import OwnedMatrices
 from zerojax.step.owners import owned_counts
 from zerojax.utils.text import bytes_text
 
@@ -137,14 +137,14 @@ def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float
     return seconds
 
 
-def update_cost(cluster: Cluster, owners: OwnedUpdate | None) -> tuple[float, float]:
+def update_cost(cluster: Cluster, owners: OwnedMatrices | None) -> tuple[float, float]:
     """(Seconds, bytes that a device sends) of an update by owners."""
     if owners is None:
         return 0.0, 0.0
     num_owners = owners.num_owners
     sent = sum(owners.sent_bytes()) * (num_owners - 1) / num_owners
     loads = [0.0] * num_owners
-    for kinds in owners.kinds.values():
+    for kinds in owners.groups:
         for kind, counts in zip(kinds, owned_counts(kinds, num_owners), strict=True):
             of_parameter = sum(each.seconds(cluster.chip) for each in products(kind.couplings[0].equations))
             seconds = of_parameter / (kind.layers or 1)

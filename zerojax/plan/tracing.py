@@ -29,7 +29,8 @@ from zerojax.step import creation, models
 from zerojax.step.compiler_options import in_host_memory
 from zerojax.step.config import StepSettings
 from zerojax.step.gradient import DeviceGradient, LossArgs, compute_gradients, device_gradient
-from zerojax.step.owned_update import OwnedUpdate, couples_elements, owned_update
+from zerojax.step.owned_matrices import OwnedMatrices
+from zerojax.step.owned_update import couples_elements, owned_matrices
 from zerojax.step.source import ModelSource, plain_arrays, source_of
 from zerojax.step.state import TrainState, in_host, stored_avals
 from zerojax.utils.typing import PRNGKey, PyTree
@@ -99,13 +100,13 @@ class Tracer:
         self._stored[stored_key] = stored_avals(zero.config, self._states[key])
         return self._stored[stored_key]
 
-    def owners(self, settings: Settings, num_devices: int) -> OwnedUpdate | None:
+    def owners(self, settings: Settings, num_devices: int) -> OwnedMatrices | None:
         """The update of matrices by owners, or None. Whether there are any depends on the optimizer and the model."""
         zero, bits = self.zero(settings, num_devices), settings.moment_bits
         layout = self.state(zero, settings).layout
         if bits not in self._couples:
             self._couples[bits] = couples_elements(layout)
-        return owned_update(zero.config, layout) if self._couples[bits] else None
+        return owned_matrices(zero.config, layout) if self._couples[bits] else None
 
     def can_store(self, settings: Settings, num_devices: int) -> bool:
         """Whether a state can be stored where and in as many bits as the settings say, with this mesh and optimizer."""

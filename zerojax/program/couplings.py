@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zerojax.program import jaxprs
@@ -36,8 +36,17 @@ class Coupling(NamedTuple):
     outputs: list[Var]  # what is read by others
 
 
-def couplings(jaxpr: Jaxpr, leaf_of: Mapping[Var, int]) -> list[Coupling]:
-    """The couplings of an update without nested jits; `leaf_of` are the parameters that its inputs belong to.
+def couplings(
+    jaxpr: Jaxpr,
+    leaf_of: Mapping[Var, int],
+    is_local: Callable[[Equation, int], bool] = lambda equation, _: jaxprs.is_elementwise(equation),
+) -> list[Coupling]:
+    """The couplings of an update without nested jits.
+
+    Args:
+        jaxpr: the update.
+        leaf_of: the parameters that its inputs belong to.
+        is_local: whether an equation needs no whole matrix of a parameter. Products and what is between them do.
 
     A coupling has no equation that reads values of several parameters. If what couples a parameter precedes such an
     equation (a global norm of products) and follows it too, there are two couplings.
@@ -66,15 +75,27 @@ def couplings(jaxpr: Jaxpr, leaf_of: Mapping[Var, int]) -> list[Coupling]:
             users[v].add(k)
     found = []
     for (own, own_level), numbers in sorted(groups.items()):
-        chosen = _coupled({k: jaxpr.eqns[k] for k in numbers})
+        chosen = _coupled({k: jaxpr.eqns[k] for k in numbers}, lambda equation, own=own: is_local(equation, own))
         if chosen:
             found.append(_coupling(jaxpr, chosen, own, own_level, leaf, users))
     return found
 
 
-def _coupled(equations: Mapping[int, Equation]) -> set[int]:
-    """Those of the equations of one parameter that are products or decompositions, or no operations by element and
-    before or after one; and what is between them."""
+def around(equations: Sequence[Equation], found: Sequence[Coupling]) -> tuple[list[Equation], list[Equation]]:
+    """(Those of the equations that do not wait for the outputs of couplings, those that do), without their own."""
+    own, waiting = {id(e) for each in found for e in each.own}, {v for each in found for v in each.outputs}
+    before, later = list[Equation](), list[Equation]()
+    for equation in equations:
+        if id(equation) not in own:
+            waits = any(v in waiting for v in jaxprs.variables(equation))
+            (later if waits else before).append(equation)
+            waiting.update(equation.outvars if waits else ())
+    return before, later
+
+
+def _coupled(equations: Mapping[int, Equation], is_local: Callable[[Equation], bool]) -> set[int]:
+    """Those of the equations of one parameter that are products or decompositions, or not local and before or after
+    one; and what is between them."""
     producer = {v: k for k, equation in equations.items() for v in equation.outvars}
     before = {k: {producer[v] for v in jaxprs.variables(e) if v in producer} for k, e in equations.items()}
 
@@ -90,7 +111,7 @@ def _coupled(equations: Mapping[int, Equation]) -> set[int]:
         return later, earlier
 
     later, earlier = reached({k for k, e in equations.items() if _is_coupling(e)})
-    later, earlier = reached({k for k in sorted(later | earlier) if not jaxprs.is_elementwise(equations[k])})
+    later, earlier = reached({k for k in sorted(later | earlier) if not is_local(equations[k])})
     return later & earlier
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
+from zerojax.step.owned_matrices import OwnedMatrices
 from zerojax.step.owned_update import owned_update
 from zerojax.step.reductions import by_unit
 from zerojax.step.state import TrainState, optimizer_shardings
@@ -49,7 +50,13 @@ class StepGrads(NamedTuple):
     divisor: Array | None = None  # of gradients in host memory; None is 1
 
 
-Update: TypeAlias = Callable[[TrainState, StepGrads], Updated]  # by other means than on whole arrays
+class Update(Protocol):
+    """An update by other means than on whole arrays. It may have matrices that are computed by owners."""
+
+    @property
+    def owned(self) -> OwnedMatrices: ...
+
+    def __call__(self, state: TrainState, step: StepGrads) -> Updated: ...
 
 
 def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
