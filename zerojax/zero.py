@@ -29,7 +29,7 @@ from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disab
 from zerojax.sharding.placement import FromModel, Overrides, Stage, by_path
 from zerojax.sharding.precision import Precision
 from zerojax.step import batch as batches, creation, models, own_step
-from zerojax.step.config import Layers, StepSettings, ZeroConfig, check_offload, check_wire, with_outer_sharding
+from zerojax.step.config import Layers, StepSettings, Tiles, ZeroConfig, check_offload, check_wire, with_outer_sharding
 from zerojax.step.gradient import LossArgs, compute_gradients, device_gradient
 from zerojax.step.loss_traces import explained_by_rows
 from zerojax.step.losses import LossFn
@@ -239,6 +239,7 @@ class Zero:
         prefetch: int = 1,
         bucket_bytes: int | None = None,
         layers: Layers = None,
+        tiles: Tiles = "none",
         audit: str = "off",
     ) -> TrainStep:
         """Returns a jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
@@ -300,7 +301,7 @@ class Zero:
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
         rules = RematRules.of(remat, auto_setting(self.config.mesh))
-        settings = StepSettings(num_microbatches, clip_norm, rules, prefetch, bucket_bytes, layers)
+        settings = StepSettings(num_microbatches, clip_norm, rules, prefetch, bucket_bytes, layers, tiles)
         if layers and self.config.offloads_params:
             raise ValueError(
                 f"settings: layers={layers!r} stacks parameters on the devices\n"
@@ -309,7 +310,7 @@ class Zero:
             )
         return TrainStep(self.config, settings.check(self.config.axes), loss_fn, check_setting(audit))
 
-    def eval_step(self, loss_fn: LossFn, *, bucket_bytes: int | None = None) -> EvalStep:
+    def eval_step(self, loss_fn: LossFn, *, bucket_bytes: int | None = None, tiles: Tiles = "none") -> EvalStep:
         """Returns a jitted `step(state, batch) -> metrics`, which gathers as `train_step` does and changes nothing.
 
         An nnx.Module is in evaluation mode (`model.eval()`): no dropout, and BatchNorm uses its running averages.
@@ -321,7 +322,7 @@ class Zero:
         Raises:
             ValueError: if `bucket_bytes` is invalid.
         """
-        settings = StepSettings(bucket_bytes=bucket_bytes).check(self.config.axes)
+        settings = StepSettings(bucket_bytes=bucket_bytes, tiles=tiles).check(self.config.axes)
         return EvalStep(self.config, settings, loss_fn)
 
     def value_and_grad(

@@ -113,7 +113,8 @@ def dependencies(jaxpr: Jaxpr, inputs: Sequence[Var]) -> list[frozenset[int]]:
 def zeros(jaxpr: Jaxpr) -> list[bool]:
     """Whether each output is an array of zeros, which stands for a symbolic zero in the result of a transposition."""
     found: set[Var] = set()
-    is_zero = lambda atom: atom in found if jaxprs.is_var(atom) else bool(atom.val == 0)
+    is_none = lambda atom: atom.aval.dtype == jax.dtypes.float0  # the cotangent of an integer
+    is_zero = lambda atom: atom in found if jaxprs.is_var(atom) else is_none(atom) or bool(atom.val == 0)
     for equation in jaxpr.eqns:
         if equation.primitive.name == "broadcast_in_dim" and is_zero(equation.invars[0]):
             found.update(equation.outvars)

@@ -159,6 +159,16 @@ def called(equation: Equation) -> tuple[Jaxpr, Sequence[Array]]:
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 
+def closed_call(equation: Equation) -> ClosedJaxpr:
+    """The function that an equation calls, with its constants."""
+    return _closed(cast("core.Jaxpr", called(equation)[0]), list(called(equation)[1]))
+
+
+def has_own_derivative(equation: Equation) -> bool:
+    """Whether the equation is a call of a function of `jax.custom_jvp` or `jax.custom_vjp`."""
+    return equation.primitive.name.startswith(("custom_jvp", "custom_vjp"))
+
+
 def sub_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
     """Yields every jaxpr among the parameters of an equation."""
     for value in equation.params.values():

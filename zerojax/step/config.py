@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zerojax.step.update import Update
 
 Layers: TypeAlias = Literal["loop", "list"] | int | None
+Tiles: TypeAlias = Literal["none"] | int
 T = TypeVar("T")
 
 
@@ -300,10 +301,11 @@ class StepSettings:
     prefetch: int = 1  # number of units that are gathered ahead of the unit that computes
     bucket_bytes: int | None = None  # the most bytes that one collective moves; None to move every leaf in one piece
     layers: Layers = None  # how equal layers run: a number is that of an iteration, None as the model has them
+    tiles: Tiles = "none"  # the most tokens of a row that are computed at a time
 
     def texts(self) -> dict[str, str]:
         """The settings, except `remat`, as texts by name, for comparison between processes."""
-        names = ("num_microbatches", "clip_norm", "prefetch", "bucket_bytes", "layers")
+        names = ("num_microbatches", "clip_norm", "prefetch", "bucket_bytes", "layers", "tiles")
         return {name: str(getattr(self, name)) for name in names}
 
     def changed_texts(self) -> dict[str, str]:
@@ -344,6 +346,8 @@ class StepSettings:
                 f"settings: unknown layers {self.layers!r}\n"
                 f"  fix:      'loop', a number of layers in an iteration, 'list', or None to leave layers as they are"
             )
+        if self.tiles != "none":
+            check_integer("settings: tiles", self.tiles, 1)
         if self.bucket_bytes is not None:
             least = axes.num_shards * _WIDEST_ELEMENT_BYTES  # an element of each shard
             check_integer(f"settings: for {axes.num_shards} shards, bucket_bytes", self.bucket_bytes, least)

@@ -1,0 +1,135 @@
+"""Compares a step whose widest arrays exist for a tile of tokens at a time with the same step without tiles.
+
+    python scripts/benchmarks/tiles.py --model qwen3-8b --target h100:8          # a table
+    python scripts/benchmarks/tiles.py --model qwen3-8b --target h100:8 --json   # one JSON object
+    python scripts/benchmarks/tiles.py --preset llama3-8b --seq 131072 --target h100:8 --inputs-in-host
+
+Both forms are compiled for a described cluster, each in a process of its own, at stage 3 with bf16 and `remat='full'`.
+Models are those of models.py, unedited, or presets of `zerojax plan`, with the attention of cuDNN on GPUs. `logits_bytes`
+are those of the largest array of all tokens of a device by the vocabulary; 0 if there is none.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+
+FORMS = ("tiles", "none")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="h100:8", help="(default %(default)s)")
+    parser.add_argument("--model", help="of models.py")
+    parser.add_argument("--preset", help="of `zerojax plan`, instead of a model")
+    parser.add_argument("--seq", type=int, help="tokens of a row (default: of the model)")
+    parser.add_argument("--rows", type=int, help="rows of a device (default: of the model)")
+    parser.add_argument("--tile", type=int, default=2048, help="tokens of a tile (default %(default)s)")
+    parser.add_argument("--inputs-in-host", action="store_true", help="inputs of layers are saved in host memory")
+    parser.add_argument("--layers", type=int, help="of a preset")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="default: both")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # a form, in a process of its own
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    if args.compile:
+        print(json.dumps(compiled(args, args.compile)))
+        return
+    from rich.console import Console
+
+    console, forms = Console(stderr=True), {}
+    for form in args.forms:
+        with console.status(f"compiling {form}"):
+            done = subprocess.run([sys.executable, *sys.argv, "--compile", form], capture_output=True, text=True)
+        error = {"error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
+        forms[form] = json.loads(done.stdout) if done.returncode == 0 else error
+    result = {"target": args.target, "model": args.model or args.preset, "seq": args.seq, "forms": forms}
+    print(json.dumps(result)) if args.json else table(result)
+
+
+def model_of(args):
+    """(Create, loss, options of Zero, `avals(rows)` of a batch, rows of a device, tokens in a row)."""
+    if not args.preset:
+        import models
+
+        model = models.model(args.model)
+        seq = args.seq or model.seq
+        avals = lambda rows: model.batch_aval(rows, seq)
+        return model.create, model.loss, model.options, avals, args.rows or model.rows, seq
+
+    import dataclasses
+
+    from zerojax.analysis import hardware
+    from zerojax.plan.job import PRESETS, find_job
+    from zerojax.plan.transformer import with_seq
+
+    shapes = with_seq(PRESETS[args.preset], args.seq)
+    shapes = dataclasses.replace(shapes, layers=args.layers or shapes.layers)
+    job = find_job(shapes, hardware.cluster(args.target).chip, compiled=True)
+    return job.create_model, job.loss_fn, job.options, job.batch, args.rows or job.rows, job.tokens
+
+
+def compiled(args, form):
+    """What is in the program of a form."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import optax
+    import schedule
+
+    import zerojax
+    from zerojax import targets
+    from zerojax.analysis import hardware, hlo, hlo_collectives
+    from zerojax.plan import timeline
+
+    devices = targets.devices(args.target)
+    create, loss, options, avals, rows, seq = model_of(args)
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", **options)
+    state = zero.eval_init(create, optax.adamw(1e-3))
+    remat = zerojax.Remat(offload_inputs=True) if args.inputs_in_host else "full"
+    step = zero.train_step(loss, remat=remat, tiles=args.tile if form == "tiles" else "none")
+    traced = step.trace(state, avals(rows * len(devices)))
+    program, temporaries = schedule.compiled(traced, targets.platform(args.target))
+    parsed = hlo.parse_program(program.as_text())
+    sent = [c for c in hlo_collectives.compiled_collectives(parsed) if c.full_bytes > 256]
+    predicted = timeline.predict(parsed, hardware.cluster(args.target))
+    vocabulary = max(max(leaf.shape) for leaf in state.layout.leaves if "embed" in leaf.path.lower())
+    return {
+        "tokens": rows * seq,
+        "peak_bytes": hlo_collectives.peak_bytes(program.memory_analysis(), temporaries),
+        "logits_bytes": logits_bytes(traced.jaxpr.jaxpr, vocabulary, rows * (seq - 1)),
+        "sent_bytes": sum(c.sent_bytes for c in sent),
+        "exposed_bytes": sum(c.sent_bytes for c in sent if c.exposed),
+        "step_s": predicted.step_s,
+        "computing_s": predicted.computing_s,
+    }
+
+
+def logits_bytes(jaxpr, vocabulary, tokens):
+    """The bytes of the largest array of at least as many tokens by the vocabulary, in any part of a traced step."""
+    from zerojax.program import jaxprs
+
+    values = (v.aval for e in jaxprs.walk(jaxpr.eqns) for v in e.outvars if vocabulary in getattr(v.aval, "shape", ()))
+    sizes = ((math.prod(a.shape), a.dtype.itemsize) for a in values)
+    return max((n * itemsize for n, itemsize in sizes if n >= tokens * vocabulary), default=0)
+
+
+def table(result):
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = Table("", "peak\nGiB", "logits\nGiB", "sent\nGiB", "ms", title=f"{result['model']} on {result['target']}")
+    for name, found in result["forms"].items():
+        if "error" in found:
+            rows.add_row(name, found["error"][:60])
+        else:
+            gib = (f"{found[key] / 2**30:.2f}" for key in ("peak_bytes", "logits_bytes", "sent_bytes"))
+            rows.add_row(name, *gib, f"{found['step_s'] * 1e3:.0f}")
+    Console().print(rows)
+
+
+if __name__ == "__main__":
+    main()
