@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from zerojax.analysis import explanation as report
 from zerojax.analysis.explanation import Explanation
 from zerojax.analysis.findings import check_setting
-from zerojax.analysis.step import TrainStep
+from zerojax.analysis.step import TrainStep, auto_tiling, device_memory
 from zerojax.offload.host_memory import memory_of
 from zerojax.processes import agreement
 from zerojax.processes.join import check_joined
@@ -275,6 +275,12 @@ class Zero:
                 iteration ('loop' has `prefetch + 1` where layers are gathered). 'list' runs scans over layers layer by
                 layer: what a layer saves is not copied into a stack, and the equations of all layers are compiled.
                 None, the default, leaves layers as the model has them.
+            tiles: for how many tokens at a time the loss computes what each token has for itself, where that is much
+                wider than what goes in and comes out: logits, hidden layers of MLPs, rows of attention scores that are
+                not fused. Only the inputs of such a part are saved; the backward pass computes it again, tile by tile,
+                and adds the gradients of weights in fp32. 'auto' chooses by memory: nothing, if the step is estimated
+                (`step.memory`) to take at most 60% of the device's; else tiles in which no value takes more than 1/128
+                of it. 'none', the default, computes all tokens at once, and so does 'auto' on CPU devices.
             audit: 'error' and 'warn' compare each newly compiled program with the step's expectation (see
                 `zerojax.audit_step`) before it runs for the first time, and raise ValueError or warn if it deviates.
                 'off', the default, reads nothing; `step.audit(state, batch)` does so on demand. The program is compiled
@@ -295,8 +301,8 @@ class Zero:
             are sent instead at stages 2 and 3, if these are fewer bytes.
 
         Raises:
-            ValueError: if `num_microbatches`, `prefetch`, `bucket_bytes`, `layers`, `remat` or `audit` is invalid, or
-                `layers` is set and parameters are in host memory. The first call raises it if no layers are equal.
+            ValueError: if one of the settings from `num_microbatches` on is invalid, or `layers` is set and parameters
+                are in host memory. The first call raises it if no layers are equal.
 
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
@@ -318,11 +324,14 @@ class Zero:
 
         Args:
             loss_fn, bucket_bytes: as in `train_step`.
+            tiles: as in `train_step`. 'auto' does not ask whether tiles are needed, since they recompute nothing here.
 
         Raises:
-            ValueError: if `bucket_bytes` is invalid.
+            ValueError: if `bucket_bytes` or `tiles` is invalid.
         """
-        settings = StepSettings(bucket_bytes=bucket_bytes, tiles=tiles).check(self.config.axes)
+        limit = device_memory(self.config) if tiles == "auto" else None
+        chosen = auto_tiling(limit) if limit else tiles
+        settings = StepSettings(bucket_bytes=bucket_bytes, tiles=chosen).check(self.config.axes)
         return EvalStep(self.config, settings, loss_fn)
 
     def value_and_grad(
@@ -549,7 +558,7 @@ class Zero:
         Args:
             state: a state from `init` or `eval_init`.
             step, batch: a step and a batch for it, arrays or avals. With both, units are listed in the order in which
-                the forward pass uses them. This traces the loss.
+                the forward pass uses them, with what is computed in tiles. This traces the loss.
 
         Returns:
             An `Explanation`, which prints as tables.
@@ -560,4 +569,5 @@ class Zero:
         check_not_donated(state)
         uses = None if step is None else step.uses(state, batch)
         remat = None if step is None else step.settings.remat.title
-        return report.explain(self.config, state, uses, remat)
+        tiled = () if step is None else step.tiled(state, batch)
+        return report.explain(self.config, state, uses, remat, tiled)

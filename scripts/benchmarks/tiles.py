@@ -4,19 +4,25 @@
     python scripts/benchmarks/tiles.py --model qwen3-8b --target h100:8 --json   # one JSON object
     python scripts/benchmarks/tiles.py --preset llama3-8b --seq 131072 --target h100:8 --inputs-in-host
 
-Both forms are compiled for a described cluster, each in a process of its own, at stage 3 with bf16 and `remat='full'`.
-Models are those of models.py, unedited, or presets of `zerojax plan`, with the attention of cuDNN on GPUs. `logits_bytes`
-are those of the largest array of all tokens of a device by the vocabulary; 0 if there is none.
+Each form is compiled for a described cluster, in a process of its own, at stage 3 with bf16 and `remat='full'`. Models
+are those of models.py, unedited, or presets of `zerojax plan`, with the attention of cuDNN on GPUs:
+
+    tiles    with tiles of at most 1/128 of the device's memory, as 'auto' chooses, or of --tokens
+    none     all tokens at once
+    auto     whichever 'auto' chooses
+
+`logits_bytes` are those of the largest array of all tokens of a device by the vocabulary; 0 if there is none.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
 import subprocess
 import sys
 
-FORMS = ("tiles", "none")
+FORMS = ("tiles", "none", "auto")
 
 
 def arguments():
@@ -26,10 +32,10 @@ def arguments():
     parser.add_argument("--preset", help="of `zerojax plan`, instead of a model")
     parser.add_argument("--seq", type=int, help="tokens of a row (default: of the model)")
     parser.add_argument("--rows", type=int, help="rows of a device (default: of the model)")
-    parser.add_argument("--tile", type=int, default=2048, help="tokens of a tile (default %(default)s)")
+    parser.add_argument("--tokens", type=int, help="of a tile (default: by memory)")
     parser.add_argument("--inputs-in-host", action="store_true", help="inputs of layers are saved in host memory")
     parser.add_argument("--layers", type=int, help="of a preset")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="default: both")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS[:2], help="(default: tiles none)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # a form, in a process of its own
     return parser.parse_args()
@@ -62,8 +68,6 @@ def model_of(args):
         avals = lambda rows: model.batch_aval(rows, seq)
         return model.create, model.loss, model.options, avals, args.rows or model.rows, seq
 
-    import dataclasses
-
     from zerojax.analysis import hardware
     from zerojax.plan.job import PRESETS, find_job
     from zerojax.plan.transformer import with_seq
@@ -83,6 +87,7 @@ def compiled(args, form):
     import zerojax
     from zerojax import targets
     from zerojax.analysis import hardware, hlo, hlo_collectives
+    from zerojax.analysis.step import TrainStep, auto_tiling, device_memory
     from zerojax.plan import timeline
 
     devices = targets.devices(args.target)
@@ -90,8 +95,12 @@ def compiled(args, form):
     zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", **options)
     state = zero.eval_init(create, optax.adamw(1e-3))
     remat = zerojax.Remat(offload_inputs=True) if args.inputs_in_host else "full"
-    step = zero.train_step(loss, remat=remat, tiles=args.tile if form == "tiles" else "none")
-    traced = step.trace(state, avals(rows * len(devices)))
+    step = zero.train_step(loss, remat=remat, tiles=form if form != "tiles" else args.tokens or "auto")
+    if step.settings.tiles == "auto" and form == "tiles":
+        tiling = auto_tiling(device_memory(zero.config))
+        step = TrainStep(zero.config, dataclasses.replace(step.settings, tiles=tiling), loss, "off")
+    batch = avals(rows * len(devices))
+    traced = step.trace(state, batch)
     program, temporaries = schedule.compiled(traced, targets.platform(args.target))
     parsed = hlo.parse_program(program.as_text())
     sent = [c for c in hlo_collectives.compiled_collectives(parsed) if c.full_bytes > 256]
@@ -99,6 +108,8 @@ def compiled(args, form):
     vocabulary = max(max(leaf.shape) for leaf in state.layout.leaves if "embed" in leaf.path.lower())
     return {
         "tokens": rows * seq,
+        "tiles": str(step.settings.tiles),
+        "estimated_bytes": step.memory(state, batch).peak_bytes,
         "peak_bytes": hlo_collectives.peak_bytes(program.memory_analysis(), temporaries),
         "logits_bytes": logits_bytes(traced.jaxpr.jaxpr, vocabulary, rows * (seq - 1)),
         "sent_bytes": sum(c.sent_bytes for c in sent),

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.comm.blocks import sent_bytes
+from zerojax.program.tiles import Tiled
 from zerojax.sharding import placement
 from zerojax.sharding.advice import large_unit_text, uneven_text
 from zerojax.sharding.annotations import spec_text
@@ -108,6 +109,7 @@ class Explanation:
         zeros: category -> of `totals`, the bytes of the zeros that make shards equal, as a mean over devices.
         replicated: the rows of leaves that are replicated although the stage shards their category.
         owners: which devices own the matrices that the optimizer multiplies, if it does; see `step.owned_update`.
+        tiled: what the loss computes in tiles of tokens, if it is explained with a step; see `program.tiles`.
     """
 
     title: str
@@ -121,6 +123,7 @@ class Explanation:
     zeros: dict[str, float]
     replicated: tuple[Row, ...]
     owners: tuple[OwnerRow, ...] = ()
+    tiled: tuple[Tiled, ...] = ()
 
     def __str__(self) -> str:
         return self.text()
@@ -138,6 +141,7 @@ class Explanation:
         hints = [hint for hint in (self.large_unit, self.uneven) if hint]
         leaves = [_leaves_table(name, self, to) for name in self.totals if self.totals[name]]
         owners = [_owners_table(self.owners, to)] if self.owners else []
+        owners += [_tiles_table(self.tiled)] if self.tiled else []
         rest = _not_sharded(self.replicated, to) if self.replicated else "Every leaf that the stage shards is sharded."
         return printed(
             [self.title, _totals(self), rest, *hints, _units_table(self.units, to), *owners, *leaves], to.width
@@ -183,6 +187,18 @@ def _not_sharded(rows: Sequence[Row], to: Screen) -> TextTable:
     ]
     columns = [Column("category"), *_LEAF_COLUMNS, Column("reason", wraps=True)]
     return TextTable("Not sharded", columns, cells)
+
+
+def _tiles_table(tiled: Sequence[Tiled]) -> TextTable:
+    """The widest value of each region, and how much of it exists at a time."""
+    rows = []
+    for each, number in Counter(tiled).items():
+        part, whole = bytes_text(each.num_bytes * each.tile // each.size), bytes_text(each.num_bytes)
+        tokens = f"{each.tile:,} of {each.size:,}"
+        rows.append([str(list(each.shape)), str(number), tokens, f"{part} of {whole}", each.line or ""])
+    columns = [Column("widest value"), Column("number", right=True), Column("tokens", right=True)]
+    columns += [Column("bytes", right=True), Column("ends at", wraps=True)]
+    return TextTable("Tiles: computed for some tokens at a time", columns, rows)
 
 
 def _units_table(units: Sequence[UnitRow], to: Screen) -> TextTable:
@@ -235,9 +251,14 @@ CATEGORIES = ("params", "grads", "optimizer", "model_state")  # on a device
 
 
 def explain(
-    config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...]] | None = None, remat: str | None = None
+    config: ZeroConfig,
+    state: TrainState,
+    uses: Sequence[tuple[Use, ...]] | None = None,
+    remat: str | None = None,
+    tiled: Sequence[Tiled] = (),
 ) -> Explanation:
-    """See `Zero.explain`. `uses` tells where each leaf is used in the forward pass, `remat` what a step recomputes."""
+    """See `Zero.explain`. `uses` tells where each leaf is used in the forward pass, `remat` what a step recomputes, and
+    `tiled` what it computes in tiles."""
     stage, axes = config.stage, config.axes
     shards = {
         "params": axes.num_shards if stage.shards_params else 1,
@@ -275,6 +296,7 @@ def explain(
         zeros,
         tuple(replicated),
         tuple(_owners(config, state)),
+        tuple(tiled),
     )
 
 

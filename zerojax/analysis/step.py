@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.stages import Compiled, Traced
 
 from zerojax.analysis import hlo
@@ -14,19 +16,24 @@ from zerojax.analysis.audit import MemoryChecks
 from zerojax.analysis.communication import CommunicationChecks
 from zerojax.analysis.expectation import Expectation, expect
 from zerojax.analysis.findings import Audit, run_checks
+from zerojax.analysis.hardware import chip_of_kind
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory, step_memory
 from zerojax.offload.host_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT
+from zerojax.program.tiles import Tiled, Tiling
 from zerojax.step import steps
 from zerojax.step.batch import batch_avals
 from zerojax.step.compiler_options import TracedWithHostArguments
-from zerojax.step.config import StepSettings, ZeroConfig, can_offload_params
+from zerojax.step.config import StepSettings, Tiles, ZeroConfig, can_offload_params
 from zerojax.step.gradient import LossArgs
-from zerojax.step.loss_traces import Use, traced_loss, uses
+from zerojax.step.loss_traces import Use, tiled, traced_loss, uses
 from zerojax.step.state import TrainState
 from zerojax.utils.text import bytes_text
 from zerojax.utils.typing import PyTree
+
+_FITS = 0.6  # the most of a device's memory that a step is estimated to take, for 'auto' to leave it without tiles
+_TILE = 1 / 128  # the widest value of a tile, of a device's memory
 
 
 class TrainStep(steps.TrainStep):
@@ -43,6 +50,7 @@ class TrainStep(steps.TrainStep):
     def __init__(self, config: ZeroConfig, settings: StepSettings, loss_fn: Callable[..., PyTree], audit_setting: str):
         self._audit_setting = audit_setting
         self._audited: set[Hashable] = set()
+        self.loss_fn = loss_fn
         super().__init__(config, settings, loss_fn)
 
     def _changed_texts(self) -> dict[str, str]:
@@ -59,6 +67,23 @@ class TrainStep(steps.TrainStep):
                 raise
             memory = self.memory(state, batch)
             raise out_of_memory_error(self.config, self.settings, memory, error) from error
+
+    def _checked(self, state: TrainState, batch: PyTree) -> jax.stages.Wrapped:
+        self._choose_tiles(state, batch)
+        return super()._checked(state, batch)
+
+    def _choose_tiles(self, state: TrainState, batch: PyTree) -> None:
+        """Chooses the tiles that are 'auto', for the first batch: none, if the step is estimated to fit without."""
+        limit = device_memory(self.config)
+        if self.settings.tiles != "auto":
+            return
+        chosen: Tiles | Tiling = "none"
+        if limit:
+            without = TrainStep(self.config, dataclasses.replace(self.settings, tiles="none"), self.loss_fn, "off")
+            if without.memory(state, batch).peak_bytes > _FITS * limit:
+                chosen = auto_tiling(limit)
+        self.settings = dataclasses.replace(self.settings, tiles=chosen)
+        super().__init__(self.config, self.settings, self.loss_fn)
 
     def memory(self, state: TrainState, batch: PyTree) -> Memory:
         """Estimates the peak memory of this step on one device, without compiling it.
@@ -126,6 +151,19 @@ class TrainStep(steps.TrainStep):
             a table that is not gathered.
         """
         return uses(self.gradient(state.layout), self._loss_args(state, batch))
+
+    def tiled(self, state: TrainState, batch: PyTree) -> list[Tiled]:
+        """What the loss computes in tiles of tokens. Nothing is compiled.
+
+        Args:
+            state: arrays or avals.
+            batch: arrays or avals.
+
+        Returns:
+            A `Tiled` for each part of the loss, of a scan over layers one for all layers.
+        """
+        self._choose_tiles(state, batch)
+        return tiled(self.gradient(state.layout), self._loss_args(state, batch))
 
     def model_flops(self, state: TrainState, batch: PyTree) -> int:
         """The flops of the model in a step on all devices: three times those of the loss, without recomputation.
@@ -215,10 +253,27 @@ def _out_of_host_memory(memory: Memory, error: Exception) -> MemoryError:
 
 
 def _limit(config: ZeroConfig) -> str:
+    limit = _bytes_limit(config)
+    return f"  of {bytes_text(limit)} that JAX may use" if limit else ""
+
+
+def _bytes_limit(config: ZeroConfig) -> int | None:
     """The device memory that JAX may use, if the device reports it."""
     stats = getattr(config.mesh.devices.flat[0], "memory_stats", lambda: None)()
-    limit = (stats or {}).get("bytes_limit")
-    return f"  of {bytes_text(limit)} that JAX may use" if limit else ""
+    return (stats or {}).get("bytes_limit")
+
+
+def device_memory(config: ZeroConfig) -> int | None:
+    """The bytes of a device's memory, which are the same in all processes; None for unknown chips and CPUs."""
+    if isinstance(config.mesh, AbstractMesh):
+        return None
+    chip = chip_of_kind(config.mesh.devices.flat[0].device_kind)
+    return chip.memory_bytes if chip else _bytes_limit(config)
+
+
+def auto_tiling(memory_bytes: int) -> Tiling:
+    """The tiles of 'auto' on devices with so much memory."""
+    return Tiling(num_bytes=int(_TILE * memory_bytes))
 
 
 def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
@@ -227,6 +282,8 @@ def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
         yield "stage=3"
     dots = "remat='dots', then " if settings.remat.saves_everything else ""
     yield f"{dots}remat='full', or Remat(offload_inputs=True)"
+    if settings.tiling is None:
+        yield "tiles='auto', or a number of tokens"
     yield f"num_microbatches={2 * settings.num_microbatches}"
     if settings.prefetch:
         yield "prefetch=0"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from zerojax.program import jaxprs, slices
@@ -36,16 +36,15 @@ class Region(NamedTuple):
     outputs: list[Var]
 
 
-def find_regions(closed: ClosedJaxpr, weights: set[Var], more_than: int, least_bytes: float) -> list[Region]:
-    """The regions of a function, of which no equation is in two.
+def find_regions(closed: ClosedJaxpr, weights: set[Var], tile_of: Callable[[int, int], int]) -> list[Region]:
+    """The regions of a function that are larger than a tile. No equation is in two.
 
     Args:
         closed: the function.
         weights: inputs that are weights. Their dims are not those of tokens.
-        more_than: the least number of tokens in a region is more.
-        least_bytes: of its widest value.
+        tile_of: the tokens in a tile, of (the number of tokens, the bytes of the widest value).
     """
-    return _Finder(closed, weights).regions(more_than, least_bytes)
+    return _Finder(closed, weights).regions(tile_of)
 
 
 class _Finder:
@@ -60,16 +59,16 @@ class _Finder:
                 self._readers[v].append(k)
         self._known: dict[int, list[Link]] = {}
 
-    def regions(self, more_than: int, least_bytes: float) -> list[Region]:
-        values = [v for v in self._producer if v not in self._of_weights and num_bytes(v) >= least_bytes]
+    def regions(self, tile_of: Callable[[int, int], int]) -> list[Region]:
         taken, found = set[int](), list[Region]()
-        for v in sorted(values, key=num_bytes, reverse=True):
-            if self._producer[v] in taken:
+        for v in sorted(self._producer, key=num_bytes, reverse=True):
+            if v in self._of_weights or self._producer[v] in taken:
                 continue
-            each = (self._grown(v, d, taken) for d, size in enumerate(v.aval.shape) if size > 1)
+            is_large = lambda size, v=v: tile_of(size, num_bytes(v)) < size
+            each = (self._grown(v, d, taken) for d, size in enumerate(v.aval.shape) if is_large(size))
             candidates = [region for region in each if region is not None]
             best = max(candidates, key=lambda region: (region.size, len(region.equations)), default=None)
-            if best is not None and best.size > more_than:
+            if best is not None:
                 found.append(best)
                 taken |= {self._producer[w] for e in best.equations for w in e.outvars}
         return found

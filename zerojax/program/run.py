@@ -27,6 +27,7 @@ from zerojax.program.remat import NO_REMAT, RematRules
 from zerojax.program.segmentation import Segment, TracedLoss
 from zerojax.program.straight import Straight
 from zerojax.program.table_lookup import TableLookup
+from zerojax.program.tiles import Tiled
 from zerojax.utils.flags import select
 from zerojax.utils.typing import Array
 
@@ -49,6 +50,7 @@ class PartsOfLoss:
     parts: Sequence[Part]  # of the loss, in program order; see `cut`
     # Stacks of leaves, by layer, which are the last leaves of the loss. It does not read the leaves in them elsewhere.
     stacks: Sequence[Stack] = ()
+    tiled: Sequence[Tiled] = ()  # what is computed in tiles
 
     def evaluate(self, weights: Weights, data: Sequence[Array], start: Sequence[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""
@@ -189,13 +191,14 @@ def cut(
     prefetch: int,
     layers: float = 1,
     stacks: Sequence[Stack] = (),
+    tiled: Sequence[Tiled] = (),
 ) -> PartsOfLoss:
     """Makes a part of each segment of a traced loss. See `PartsOfLoss` for the arguments."""
     parts: list[Part] = [
         _kind(segment)(traced, segment, collectives, rules[traced.unit(segment)] if segment.leaves else NO_REMAT)
         for segment in traced.segments
     ]
-    return PartsOfLoss(traced, collectives, trainable, rules, prefetch, layers, parts, stacks)
+    return PartsOfLoss(traced, collectives, trainable, rules, prefetch, layers, parts, stacks, tiled)
 
 
 def _kind(segment: Segment) -> type[Straight | LayerStack | TableLookup]:

@@ -7,6 +7,7 @@ have, or whole. What does not depend on the slice is computed once.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias, cast
 
@@ -40,6 +41,10 @@ _LINEAR_IN_FIRST = frozenset({
 })  # fmt: skip
 # What is computed for a slice instead of taken from the whole: it costs less than to read it.
 _MADE = jaxprs.BY_ELEMENT | {"broadcast_in_dim", "iota"}
+
+# So many slices or fewer run without a loop. Compilers overlap their products with communication; they do not know how
+# long a loop takes.
+_UNROLLED = 4
 
 
 class Sliced:
@@ -146,7 +151,11 @@ class Sliced:
 
         count, rest = divmod(self._size, tile)
         found = list(map(start, jaxpr.outvars, self.places))
-        found = lax.fori_loop(0, count, lambda k, found: step(k * tile, tile, found), found)
+        whole_tiles = lambda k, found: step(k * tile, tile, found)
+        if count <= _UNROLLED:
+            found = functools.reduce(lambda found, k: whole_tiles(k, found), range(count), found)
+        else:
+            found = lax.fori_loop(0, count, whole_tiles, found)
         found = step(count * tile, rest, found) if rest else found
         whole = lambda atom: scope[atom] if jaxprs.is_var(atom) else jnp.asarray(atom.val, atom.aval.dtype)
         return [

@@ -31,10 +31,17 @@ from zerojax.utils.typing import Array, Shape
 
 
 class Tiling(NamedTuple):
-    """Which regions are computed in tiles."""
+    """The size of a tile. Regions that are not larger stay as they are."""
 
-    size: int  # the most tokens in a tile: those with more
-    least_bytes: float = 0  # of the widest value of a region
+    tokens: int | None = None  # the most in a tile, along the dim of a region
+    num_bytes: int | None = None  # or those of the widest value in a tile
+
+    def tile_of(self, size: int, num_bytes: int) -> int:
+        """The most tokens in a tile, of so many whose widest value takes so many bytes together."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.num_bytes is not None
+        return max(1, self.num_bytes * size // max(1, num_bytes))
 
 
 class Tiled(NamedTuple):
@@ -90,7 +97,7 @@ def _tiled(
     inner = {id(equation): inside(equation) for equation in jaxpr.eqns}
 
     # Replace the equations of each region by one function.
-    regions = find_regions(closed, of_weights, tiling.size, tiling.least_bytes)
+    regions = find_regions(closed, of_weights, tiling.tile_of)
     functions = [_function(closed, region, active, tiling, found) for region in regions]
     taken = {id(equation) for region in regions for equation in region.equations}
     region_of = {v: k for k, region in enumerate(regions) for v in region.outputs}
@@ -154,7 +161,7 @@ def _function(
         backward = Sliced(_without_calls(traced), [*dims, *places], region.size)
     except Mixed:
         return whole
-    size = _even(region.size, tiling.size)
+    size = _even(region.size, tiling.tile_of(region.size, num_bytes(region.widest)))
     line = jaxprs.user_line(region.equations[-1])
     found.append(Tiled(region.widest.aval.shape, num_bytes(region.widest), region.size, size, line))
 

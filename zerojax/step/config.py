@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.comm.collectives import CollectiveOptions
 from zerojax.program.part import GradientSink, Weights
 from zerojax.program.remat import NO_RULES, RematRules
+from zerojax.program.tiles import Tiling
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Stage
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from zerojax.step.update import Update
 
 Layers: TypeAlias = Literal["loop", "list"] | int | None
-Tiles: TypeAlias = Literal["none"] | int
+Tiles: TypeAlias = Literal["none", "auto"] | int
 T = TypeVar("T")
 
 
@@ -301,7 +302,7 @@ class StepSettings:
     prefetch: int = 1  # number of units that are gathered ahead of the unit that computes
     bucket_bytes: int | None = None  # the most bytes that one collective moves; None to move every leaf in one piece
     layers: Layers = None  # how equal layers run: a number is that of an iteration, None as the model has them
-    tiles: Tiles = "none"  # the most tokens of a row that are computed at a time
+    tiles: Tiles | Tiling = "none"  # what is computed token by token: for how many at a time
 
     def texts(self) -> dict[str, str]:
         """The settings, except `remat`, as texts by name, for comparison between processes."""
@@ -319,6 +320,13 @@ class StepSettings:
     def collectives(self) -> CollectiveOptions:
         """The options of the step's collectives."""
         return CollectiveOptions(math.inf if self.bucket_bytes is None else self.bucket_bytes)
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """The size of tiles; None for no tiles, also if they are 'auto' and nothing has been chosen."""
+        if isinstance(self.tiles, str):
+            return None
+        return self.tiles if isinstance(self.tiles, Tiling) else Tiling(self.tiles)
 
     @property
     def makes_loops(self) -> bool:
@@ -346,8 +354,12 @@ class StepSettings:
                 f"settings: unknown layers {self.layers!r}\n"
                 f"  fix:      'loop', a number of layers in an iteration, 'list', or None to leave layers as they are"
             )
-        if self.tiles != "none":
-            check_integer("settings: tiles", self.tiles, 1)
+        is_size = isinstance(self.tiles, int) and not isinstance(self.tiles, bool) and self.tiles > 0
+        if not (is_size or isinstance(self.tiles, Tiling) or self.tiles in ("none", "auto")):
+            raise ValueError(
+                f"settings: unknown tiles {self.tiles!r}\n"
+                f"  fix:      'auto', 'none', or the most tokens in a tile"
+            )
         if self.bucket_bytes is not None:
             least = axes.num_shards * _WIDEST_ELEMENT_BYTES  # an element of each shard
             check_integer(f"settings: for {axes.num_shards} shards, bucket_bytes", self.bucket_bytes, least)

@@ -29,7 +29,7 @@ from zerojax.program.part import GradientSink
 from zerojax.program.run import PartsOfLoss, cut
 from zerojax.program.segmentation import cut_into_segments
 from zerojax.program.table_lookup import looks_up_shards
-from zerojax.program.tiles import Tiling, tile
+from zerojax.program.tiles import Tiled, tile
 from zerojax.sharding.advice import check_layer_dims
 from zerojax.sharding.axes import REPLICATED
 from zerojax.sharding.precision import for_reduction
@@ -130,7 +130,7 @@ class DeviceGradient:
         """The output of the loss on this device's rows."""
         args = self.with_own_keys(self.cast(args))
         gathers = self.config.stage.shards_params and self.config.axes.num_shards > 1
-        if self.config.offloads_params or gathers or self.settings.tiles != "none":
+        if self.config.offloads_params or gathers or self.settings.tiling:
             parts, data, unflatten = self.parts_of_loss(args)
             weights = self.config.memory.weights(args.params, self.layout.leaves)
             return unflatten(parts.evaluate(weights, data, []))
@@ -195,7 +195,7 @@ class DeviceGradient:
         """
         communicates = self.config.stage.shards_grads and self.config.axes.num_shards > 1
         settings = self.settings
-        cuts = not settings.remat.saves_everything or settings.layers is not None or settings.tiles != "none"
+        cuts = not settings.remat.saves_everything or settings.layers is not None or settings.tiling is not None
         return communicates or self.config.offloads_params or cuts
 
     def _full_gradient(self, args: LossArgs, scale: Array) -> _Microbatch:
@@ -264,13 +264,13 @@ class DeviceGradient:
                 f"  got:      no {FEWEST_LAYERS} in a row that have the same operations, shapes, placement and remat\n"
                 f"  fix:      layers=None"
             )
-        if self.settings.tiles != "none":
-            variables = traced.leaf_vars
-            tiling = Tiling(self.settings.tiles)
-            closed, _ = tile(traced.closed, variables, select(variables, trainable), tiling)
+        tiled = list[Tiled]()
+        if self.settings.tiling:
+            weights = traced.leaf_vars
+            closed, tiled = tile(traced.closed, weights, select(weights, trainable), self.settings.tiling)
             traced = cut_into_segments(closed, traced.unit_of, is_lookup)
         layers = self.settings.layers_at_once
-        parts = cut(traced, stage_collectives, trainable, rules, self.settings.prefetch, layers, stacks)
+        parts = cut(traced, stage_collectives, trainable, rules, self.settings.prefetch, layers, stacks, tiled)
         return parts, data, functools.partial(jax.tree.unflatten, jax.tree.structure(output))
 
     # All microbatches -------------------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import ClosedJaxpr
+from zerojax.program.run import PartsOfLoss
 from zerojax.program.segmentation import RowsLookedUp
+from zerojax.program.tiles import Tiled
 from zerojax.sharding.axes import REPLICATED
 from zerojax.sharding.placement import by_path
 from zerojax.step.batch import map_rows, num_global_rows
@@ -85,9 +87,7 @@ def uses(gradient: DeviceGradient, args: LossArgs) -> list[tuple[Use, ...]]:
     There is none if the loss does not use the leaf, and more than one if several units share it.
     """
 
-    def find(args: LossArgs) -> list[tuple[Use, ...]]:
-        own = gradient.with_own_keys(gradient.cast(first_rows(args, gradient.settings.num_microbatches)))
-        parts = gradient.parts_of_loss(own)[0]
+    def find(parts: PartsOfLoss) -> list[tuple[Use, ...]]:
         segments = [segment for segment in parts.traced.segments if segment.leaves]
         places = [parts.place_of(leaf) for leaf in range(len(gradient.layout.leaves))]
         return [
@@ -95,7 +95,22 @@ def uses(gradient: DeviceGradient, args: LossArgs) -> list[tuple[Use, ...]]:
             for place in places
         ]
 
-    return on_device(gradient, find, args)
+    return _of_parts(gradient, find, args)
+
+
+def tiled(gradient: DeviceGradient, args: LossArgs) -> list[Tiled]:
+    """What the loss computes in tiles."""
+    return _of_parts(gradient, lambda parts: list(parts.tiled), args) if gradient.settings.tiling else []
+
+
+def _of_parts(gradient: DeviceGradient, find: Callable[[PartsOfLoss], T], args: LossArgs) -> T:
+    """What is found in the parts of the loss, for one microbatch of a device."""
+
+    def on_rows(args: LossArgs) -> T:
+        own = gradient.with_own_keys(gradient.cast(first_rows(args, gradient.settings.num_microbatches)))
+        return find(gradient.parts_of_loss(own)[0])
+
+    return on_device(gradient, on_rows, args)
 
 
 def check_constraints(gradient: DeviceGradient, trace: LossTrace) -> None:
