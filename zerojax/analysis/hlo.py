@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 HOST = 5  # the memory space of pinned host memory
@@ -107,6 +107,7 @@ class Block(NamedTuple):
     instructions: tuple[Instruction, ...]
     trips: int | None
     looped: bool
+    running: frozenset[str] = frozenset()  # the chains of fusions (`chains`) of the computations that it is called from
 
 
 def unsupported(instruction: Instruction, why: str) -> ValueError:
@@ -123,6 +124,7 @@ def attribute(pattern: str, instruction: Instruction) -> str:
     return match.group(1)
 
 
+CHAIN = re.compile(r'chain_id="(\w+)"')
 _HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _BUFFER = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
@@ -207,8 +209,9 @@ def _buffers(result: str, line: str) -> tuple[Buffer, ...]:
 def blocks(program: Program) -> list[Block]:
     """The entry computation and every loop body, called computation and branch, each with its trip count."""
 
-    def visit(computation: Computation, trips: int | None, looped: bool) -> Iterator[Block]:
-        yield Block(computation.instructions, trips, looped)
+    def visit(computation: Computation, trips: int | None, looped: bool, running: frozenset[str]) -> Iterator[Block]:
+        yield Block(computation.instructions, trips, looped, running)
+        inside = running | chains(computation.instructions)
         for i in computation.instructions:
             if i.op == "while":
                 count = trip_count(i)
@@ -218,9 +221,18 @@ def blocks(program: Program) -> list[Block]:
                 continue
             inner = None if count is None or trips is None else count * trips
             for called in i.computations:
-                yield from visit(called, inner, looped or i.op == "while")
+                yield from visit(called, inner, looped or i.op == "while", inside)
 
-    return list(visit(program.entry, 1, False))
+    return list(visit(program.entry, 1, False, frozenset()))
+
+
+def chains(instructions: Iterable[Instruction]) -> frozenset[str]:
+    """The chains of fusions in which TPUs run collectives, by `chain_id`.
+
+    A chain may begin before a loop and end after it, with a fusion in each of its iterations.
+    """
+    inside = (j for i in instructions if i.op == "fusion" for j in i.inner)
+    return frozenset(match.group(1) for j in inside if (match := CHAIN.search(j.attributes)))
 
 
 def trip_count(loop: Instruction) -> int | None:

@@ -16,7 +16,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jax.stages import Compiled
 
-from zerojax.analysis.hlo import Block, Instruction, Program, attribute, blocks, has_product, trips_of, unsupported
+from zerojax.analysis.hlo import (
+    CHAIN,
+    Block,
+    Instruction,
+    Program,
+    attribute,
+    blocks,
+    has_product,
+    trips_of,
+    unsupported,
+)
 
 _COLLECTIVES = frozenset(
     ["all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"]
@@ -96,10 +106,10 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
 
     A synchronous collective starts and ends at the same instruction. Programs for GPUs start an asynchronous one by
     `KIND-start`, or by `async-start` of a computation with one collective. Programs for TPUs may contain a chain of
-    fusions with the same `chain_id`, each with a clone of the collective, which runs from the first to the last of
-    them; they also write a reduce-scatter as a fusion of an all-reduce and a slice of its result. A collective that
-    SparseCores run is a `call-start` without operands, which gets them by a `call-update`: it runs from there. One
-    between slices runs from the `send` of its operand to the `recv-done` of its result.
+    fusions with the same `chain_id`, each with a clone of the collective. It runs from the first to the last of them in
+    the computation in which it begins. They also write a reduce-scatter as a fusion of an all-reduce and a slice of its
+    result. A collective that SparseCores run is a `call-start` without operands, which gets them by a `call-update`: it
+    runs from there. One between slices runs from the `send` of its operand to the `recv-done` of its result.
     """
     found: list[CollectiveSpan] = []
     chains: dict[str, CollectiveSpan] = {}
@@ -114,8 +124,9 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
         if i.op == "fusion" and _is_reduce_scatter(i, core):
             found.append(CollectiveSpan(dataclasses.replace(core, op="reduce-scatter"), k, k))
         elif i.op == "fusion":
-            chain = attribute(r'chain_id="(\w+)"', core)
-            chains[chain] = chains.get(chain, CollectiveSpan(core, k, k))._replace(end=k)
+            chain = attribute(CHAIN.pattern, core)
+            if chain not in block.running:
+                chains[chain] = chains.get(chain, CollectiveSpan(core, k, k))._replace(end=k)
         elif i.op.endswith("-start"):
             found.append(CollectiveSpan(core, _begin_index(block, k), end_index(block, k)))
         else:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zerojax.analysis import hlo_collectives
 from zerojax.analysis.hardware import Chip, Cluster
-from zerojax.analysis.hlo import HOST, Block, Instruction, Program, has_product, trip_count, unsupported
+from zerojax.analysis.hlo import HOST, Block, Instruction, Program, chains, has_product, trip_count, unsupported
 from zerojax.analysis.hlo_costs import (
     COPIES,
     COPY_STARTS,
@@ -158,8 +158,10 @@ class _Simulator:
         self.cluster, self.chip = cluster, cluster.chip
         self.loops: dict[str, Loop] = {}
 
-    def run(self, instructions: tuple[Instruction, ...], clock: _Clock) -> None:
-        collectives = hlo_collectives.collective_spans(Block(instructions, 1, False))
+    def run(self, instructions: tuple[Instruction, ...], clock: _Clock, running: frozenset[str] = frozenset()) -> None:
+        """Simulates instructions, while these chains of fusions run."""
+        collectives = hlo_collectives.collective_spans(Block(instructions, 1, False, running))
+        running |= chains(instructions)
         starts, ends = {span.start: span for span in collectives}, {span.end: span for span in collectives}
         for k, i in enumerate(instructions):
             if k in starts:
@@ -167,11 +169,11 @@ class _Simulator:
                 lanes, seconds = self.collective(core)
                 clock.done[core] = clock.occupy(lanes, core.op.removesuffix("-start"), seconds)
             if i.op == "while":
-                self.loop(i, clock)
+                self.loop(i, clock, running)
             elif i.op == "call":
-                self.run(i.called["to_apply"][0].instructions, clock)
+                self.run(i.called["to_apply"][0].instructions, clock, running)
             elif i.op == "conditional":
-                self.branches(i, clock)
+                self.branches(i, clock, running)
             elif i.op == "fusion" or (k not in starts and k not in ends):  # on TPUs a fusion may do both
                 self.step(i, clock)
             if k in ends:
@@ -187,19 +189,19 @@ class _Simulator:
         seconds, lanes = max((rounds * route.latency_s + sent / route.rate, route.lanes) for route in routes)
         return lanes, seconds if sent else 0.0
 
-    def branches(self, conditional: Instruction, clock: _Clock) -> None:
+    def branches(self, conditional: Instruction, clock: _Clock, running: frozenset[str]) -> None:
         """Simulates each branch. The one that takes longest counts: some device runs it, and the others wait."""
         slowest = clock
         for branch in conditional.computations:
             alone = clock.copy()
-            self.run(branch.instructions, alone)
+            self.run(branch.instructions, alone, running)
             slowest = max(slowest, alone, key=lambda each: each.now)
         if slowest is clock:
             return
         clock.spans += slowest.spans
         clock.now, clock.products, clock.free, clock.busy = slowest.now, slowest.products, slowest.free, slowest.busy
 
-    def loop(self, loop: Instruction, clock: _Clock) -> None:
+    def loop(self, loop: Instruction, clock: _Clock, running: frozenset[str]) -> None:
         trips, (body,) = trip_count(loop), loop.called["body"]
         if trips is None:
             raise unsupported(loop, "the trip count of this loop is not in the text")
@@ -207,7 +209,7 @@ class _Simulator:
         before = iteration = clock.copy()
         for _ in range(min(trips, 2)):
             before, iteration = iteration, iteration.copy()
-            self.run(body.instructions, iteration)
+            self.run(body.instructions, iteration, running)
         if trips:
             start = before.now
             inside = tuple(s._replace(start_s=s.start_s - start, end_s=s.end_s - start) for s in iteration.spans)

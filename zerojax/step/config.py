@@ -357,8 +357,7 @@ class StepSettings:
         is_size = isinstance(self.tiles, int) and not isinstance(self.tiles, bool) and self.tiles > 0
         if not (is_size or isinstance(self.tiles, Tiling) or self.tiles in ("none", "auto")):
             raise ValueError(
-                f"settings: unknown tiles {self.tiles!r}\n"
-                f"  fix:      'auto', 'none', or the most tokens in a tile"
+                f"settings: unknown tiles {self.tiles!r}\n  fix:      'auto', 'none', or the most tokens in a tile"
             )
         if self.bucket_bytes is not None:
             least = axes.num_shards * _WIDEST_ELEMENT_BYTES  # an element of each shard
