@@ -23,8 +23,8 @@ EXAMPLES = {
     "select_n": (lambda p, x, y: lax.select_n(p, x, y), (normal(4, 6) > 0, normal(4, 6), normal(4, 6)), (2, 0)),
     "broadcast_in_dim": (lambda x: lax.broadcast_in_dim(x, (5, 4, 6), (1, 2)), (normal(4, 1),), (3, 0)),
     "iota": (lambda x: lax.broadcasted_iota(jnp.int32, (4, 6), 1) + x.astype(jnp.int32), (normal(4, 6),), (2, 0)),
-    "reshape that splits": (lambda x: x.reshape(4, 2, 3, 5), (normal(4, 6, 5),), (2, 0)),
-    "reshape that merges": (lambda x: x.reshape(4, 30), (normal(4, 6, 5),), (1, 0)),
+    "reshape that splits": (lambda x: x.reshape(4, 2, 3, 5), (normal(4, 6, 5),), (3, 0)),
+    "reshape that merges": (lambda x: x.reshape(4, 30), (normal(4, 6, 5),), (2, 0)),
     "transpose": (lambda x: x.transpose(2, 0, 1), (normal(4, 6, 5),), (3, 0)),
     "squeeze": (lambda x: lax.squeeze(x, (1,)), (normal(4, 1, 5),), (2, 0)),
     "reduce_sum": (lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), (normal(4, 6, 5),), (2, 1)),
@@ -45,6 +45,7 @@ EXAMPLES = {
     "dot_general": (
         lambda x, y: lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,)))), (normal(4, 6, 5), normal(4, 5, 3)), (3, 1),
     ),
+    "cholesky": (lambda x: lax.linalg.cholesky(x), (jnp.eye(3) + jnp.zeros((4, 2, 3, 3)),), (2, 0)),
     "rows of a table": (lambda t, i: t.at[i].get(mode="clip"), (normal(9, 5), ints(9, 4, 6)), (3, 0)),
     "one of each row": (
         lambda x, i: jnp.take_along_axis(x, i, -1, mode="clip"), (normal(4, 6, 5), ints(5, 4, 6, 2)), (3, 0),
@@ -63,9 +64,9 @@ def equation_of(name):
     closed = jaxprs.inlined(jax.make_jaxpr(fn)(*args))
     scope = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
     *before, last = closed.jaxpr.eqns
-    if name == "iota":
-        (last,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "iota")
-        before = []
+    if name in ("iota", "cholesky"):
+        k = [e.primitive.name for e in closed.jaxpr.eqns].index(name)
+        before, last = closed.jaxpr.eqns[:k], closed.jaxpr.eqns[k]
     jaxprs.run_equations(before, scope)
     return last, [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in last.invars]
 
@@ -85,20 +86,20 @@ def test_the_result_for_a_slice_is_the_slice_of_the_result(name):
     whole, found = results_of(equation, operands), slices.links(equation)
     assert (sum(not each.is_sum for each in found), sum(each.is_sum for each in found)) == EXAMPLES[name][2]
     for link in found:
-        sizes = {a.shape[d] for a, d in zip(operands, link.ins, strict=True) if d is not None}
-        sizes |= {a.shape[d] for a, d in zip(whole, link.outs, strict=True) if d is not None}
-        (size,) = sizes  # the same for all
+        of = lambda arrays, dims: {a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None}
+        (size,) = {n // link.down for n in of(operands, link.ins)} | {n // link.up for n in of(whole, link.outs)}
         first = max(1, size // 3)
-        parts = [(0, first), (first, size - first)] if size > 1 else [(0, 1)]
-        own = lambda start, count, link=link: [cut(a, d, start, count) for a, d in zip(operands, link.ins, strict=True)]
-        if link.is_sum:
-            (total,) = map(sum, zip(*(results_of(equation, own(*part)) for part in parts), strict=True))
-            np.testing.assert_allclose(total, whole[0], rtol=1e-5, atol=1e-5)
-            continue
-        for start, count in parts:
-            got = slices.apply(equation, link, own(start, count), count, start)
+        sums = []
+        for start, count in [(0, first), (first, size - first)] if size > 1 else [(0, 1)]:
+            own = [cut(a, d, start * link.down, count * link.down) for a, d in zip(operands, link.ins, strict=True)]
+            if link.is_sum:
+                sums += results_of(equation, own)
+                continue
+            got = slices.apply(equation, link, own, count * link.up, start * link.up)
             for a, b, dim in zip(got, whole, link.outs, strict=True):
-                np.testing.assert_allclose(a, cut(b, dim, start, count), rtol=1e-6)
+                np.testing.assert_allclose(a, cut(b, dim, start * link.up, count * link.up), rtol=1e-6)
+        if link.is_sum:
+            np.testing.assert_allclose(sum(sums), whole[0], rtol=1e-5, atol=1e-5)
 
 
 def test_what_mixes_a_dim_has_no_link_along_it():
@@ -131,7 +132,7 @@ def test_a_function_is_computed_slice_by_slice(name, tile):
     closed = jaxprs.inlined(jax.make_jaxpr(lambda *a: jax.tree.leaves(fn(*a)))(*args))
     along = Sliced(closed, dims, 12)
     assert along.places == places
-    got = jax.jit(functools.partial(along.loop, tile))(*args)
+    got = jax.jit(functools.partial(along.in_tiles, tile))(*args)
     for a, b in zip(got, jax.tree.leaves(fn(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -156,4 +157,4 @@ def test_rows_that_meet_are_found(fn):
 def test_sums_are_added_in_fp32():
     ones = jnp.ones((4096, 1), jnp.bfloat16)
     along = Sliced(jaxprs.inlined(jax.make_jaxpr(lambda x: x.T @ x)(ones)), [0], 4096)
-    assert along.loop(1, ones)[0] == 4096  # in bf16, 256 + 1 is 256
+    assert along.in_tiles(1, ones)[0] == 4096  # in bf16, 256 + 1 is 256

@@ -20,7 +20,7 @@ from zerojax import Zero
 from zerojax.analysis import jaxpr_counts
 from zerojax.offload import host_pieces
 from zerojax.program import jaxprs
-from zerojax.program.per_layer import Mixed, PerLayer
+from zerojax.program.sliced import Mixed, Slice, Sliced
 from zerojax.sharding.axes import Dims
 from zerojax.step.owned_update import LEAVES_WHOLE, OwnedUpdate
 from zerojax.step.owners import Kind, Operand, Round, rounds
@@ -456,7 +456,7 @@ def of_layers(count, fn, *shapes):
     """`fn` of stacks of `count` layers, traced."""
     avals = [jax.ShapeDtypeStruct((count, *shape), jnp.float32) for shape in shapes]
     closed, _ = jaxprs.traced(lambda *args: [fn(*args)], *avals)
-    return PerLayer(jaxprs.inlined(closed), [True] * len(shapes), count)
+    return Sliced(jaxprs.inlined(closed), [0] * len(shapes), count, anywhere=True)
 
 
 PER_LAYER = {
@@ -487,15 +487,16 @@ MIXED = {
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_layers_are_computed_one_by_one(name):
     run, x = of_layers(4, PER_LAYER[name], (3, 5)), jax.random.normal(jax.random.key(0), (6, 3, 5))
-    (got,) = run(x)
-    assert run.outputs == [True]
+    (got,) = run.on_slice([x], Slice(6, None))
+    assert run.places == [0]
     np.testing.assert_allclose(got, PER_LAYER[name](x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_layers_that_meet_are_found(name):
     with pytest.raises(Mixed):
-        of_layers(4, MIXED[name], (3, 5))
+        found = of_layers(4, MIXED[name], (3, 5)).places
+        raise Mixed if found != [0] else AssertionError
 
 
 def test_a_model_without_coupled_matrices_has_no_owners():

@@ -229,7 +229,7 @@ def _followed(jaxpr: Jaxpr, outputs: Sequence[Atom], dim: int) -> dict[Var, int]
     dims = {atom: dim for atom in outputs if jaxprs.is_var(atom)}
     for equation in reversed(jaxpr.eqns):
         if any(v in dims for v in (*equation.outvars, *jaxprs.variables(equation))):
-            carried = [each for each in links(equation) if not each.is_sum and _agrees(equation, each, dims)]
+            carried = [each for each in links(equation) if each.keeps_size and _agrees(equation, each, dims)]
             if not carried:
                 return None
             dims.update(_pairs(equation, carried[0]))

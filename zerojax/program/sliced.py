@@ -1,15 +1,18 @@
 """Runs a function slice by slice, along a dim of some of its inputs.
 
-The dim is followed through the equations by their links (`slices`). Results are slices too, or the sum of what slices
-have, or whole. What does not depend on the slice is computed once.
+The dim is followed through the equations by their links (`slices`), and into loops, branches and calls. Results are
+slices too, or the sum of what slices have, or whole:
+
+    [L, m, n] ─ transpose ─► [L, n, m] ─ reshape ─► [L, n m] ─ sum over dim 1 ─► [L]
+                                                             ─ sum over dim 0 ─► a sum
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -41,63 +44,170 @@ _LINEAR_IN_FIRST = frozenset({
 })  # fmt: skip
 # What is computed for a slice instead of taken from the whole: it costs less than to read it.
 _MADE = jaxprs.BY_ELEMENT | {"broadcast_in_dim", "iota"}
-
 # So many slices or fewer run without a loop. Compilers overlap their products with communication; they do not know how
 # long a loop takes.
 _UNROLLED = 4
+
+
+class Slice(NamedTuple):
+    """A slice of all dims that are followed."""
+
+    size: int
+    first: ArrayLike | None  # its first index; None for any slice, such as layers in another order
+
+
+class _Step(NamedTuple):
+    """An equation that depends on the slice."""
+
+    equation: Equation
+    ins: Sequence[int | None]  # the dims of its operands
+    outs: Sequence[Place]
+    run: Callable[[Sequence[Array], Slice], list[Array]]  # from slices of operands, or whole ones
 
 
 class Sliced:
     """A function of slices and of whole inputs.
 
     Args:
-        closed: the function, without nested calls.
+        closed: the function.
         dims: of each input, the dim along which it is sliced; None if it is whole.
-        size: of all of these dims.
+        size: of the whole along these dims.
+        scales: of each input, what the size of its dim is a multiple of `size` by.
+        anywhere: whether it runs for slices whose place is not known. They may be larger than the whole.
 
     Attributes:
         places: of each output.
+        scales: of each output.
 
     Raises `Mixed` if a slice depends on other slices.
     """
 
-    def __init__(self, closed: ClosedJaxpr, dims: Sequence[int | None], size: int):
-        self._closed, self._dims, self._size = closed, list(dims), size
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        dims: Sequence[int | None],
+        size: int,
+        scales: Sequence[int] | None = None,
+        anywhere: bool = False,
+    ):
+        self._closed, self._dims, self._size, self._anywhere = closed, list(dims), size, anywhere
         jaxpr = closed.jaxpr
-        self._places: dict[Var, Place] = {v: d for v, d in zip(jaxpr.invars, dims, strict=True) if d is not None}
+        inputs = zip(jaxpr.invars, dims, scales or [1] * len(dims), strict=True)
+        sliced = {v: (dim, scale) for v, dim, scale in inputs if dim is not None}
+        self._places: dict[Var, Place] = {v: dim for v, (dim, _) in sliced.items()}
+        self._scales = {v: scale for v, (_, scale) in sliced.items()}
         self._producer = {v: e for e in jaxpr.eqns for v in e.outvars}
-        self._in_slices: list[tuple[Equation, Link | None]] = []  # None for what is linear in a sum
+        self._steps: list[_Step] = []
         for equation in jaxpr.eqns:
             if any(v in self._places for v in jaxprs.variables(equation)):
-                self._in_slices.append((equation, self._follow(equation)))
-        self.places = [self._places.get(atom) if jaxprs.is_var(atom) else None for atom in jaxpr.outvars]
+                step = self._follow(equation)
+                self._places.update(zip(equation.outvars, step.outs, strict=True))
+                self._steps.append(step)
+        self.places = [self._place(atom) for atom in jaxpr.outvars]
+        self.scales = [self._scale(atom) for atom in jaxpr.outvars]
         self._once = self._computed_once()
 
-    def _follow(self, equation: Equation) -> Link | None:
-        """Finds how an equation works on slices, and notes the places of its results."""
-        read = [self._places.get(a) if jaxprs.is_var(a) else None for a in equation.invars]
+    def _place(self, atom: Atom) -> Place:
+        return self._places.get(atom) if jaxprs.is_var(atom) else None
+
+    def _scale(self, atom: Atom) -> int:
+        return self._scales.get(atom, 1) if jaxprs.is_var(atom) else 1
+
+    # Following
+
+    def _follow(self, equation: Equation) -> _Step:
+        read = list(map(self._place, equation.invars))
         if SUM in read:
             if not _is_linear(equation, read):
                 raise Mixed
-            self._places.update(dict.fromkeys(equation.outvars, SUM))
-            return None
-        fits = lambda link: all(place in (None, own) for own, place in zip(link.ins, read, strict=True))
+            return self._applied(equation, Link((None,) * len(read), (None,) * len(equation.outvars), is_sum=True))
+        dims = cast("list[int | None]", read)
+        if jaxprs.is_scan(equation):
+            return self._scanned(equation, dims)
+        if equation.primitive.name == "cond":
+            return self._branched(equation, dims)
+        if jaxprs.is_call(equation) or jaxprs.has_own_derivative(equation):
+            inner = self._inside(jaxprs.closed_call(equation), dims, equation.invars)
+            self._scales.update(zip(equation.outvars, inner.scales, strict=True))
+            return _Step(equation, dims, inner.places, inner.on_slice)
+        fits = lambda link: all(dim in (None, own) for own, dim in zip(link.ins, dims, strict=True))
         link = next(filter(fits, slices.links(equation)), None)
         if link is None:
             raise Mixed
-        for v, dim in zip(equation.outvars, link.outs, strict=True):
-            self._places[v] = SUM if link.is_sum else dim
-        return link
+        return self._applied(equation, link)
+
+    def _applied(self, equation: Equation, link: Link) -> _Step:
+        """An equation that is applied to slices along a link."""
+        outs = [SUM] * len(link.outs) if link.is_sum else link.outs
+        scales = {self._scale(a) for a in equation.invars if jaxprs.is_var(a) and a in self._places}
+        scale = max(scales, default=1) * link.up
+        if len(scales) > 1 or scale % link.down:
+            raise Mixed
+        scale //= link.down
+        self._scales.update(dict.fromkeys(equation.outvars, scale))
+
+        def run(operands: Sequence[Array], at: Slice) -> list[Array]:
+            if link.is_sum:
+                return [jaxprs.apply(equation, *operands)]
+            first = None if at.first is None else at.first * scale
+            return slices.apply(equation, link, operands, at.size * scale, first)
+
+        return _Step(equation, link.ins, outs, run)
+
+    def _inside(self, closed: ClosedJaxpr, dims: Sequence[int | None], operands: Sequence[Atom]) -> Sliced:
+        return Sliced(closed, dims, self._size, list(map(self._scale, operands)), self._anywhere)
+
+    def _scanned(self, equation: Equation, dims: Sequence[int | None]) -> _Step:
+        scan = jaxprs.scan_params(equation)
+        first, last = scan.num_consts, scan.num_consts + scan.num_carry
+        if 0 in dims[last:]:
+            raise Mixed  # a scan over slices
+        dims = list(dims)
+        while True:  # until the carry is sliced as its results are
+            own = [*dims[:last], *(None if dim is None else dim - 1 for dim in dims[last:])]
+            inner = self._inside(scan.body, own, equation.invars)
+            carry, ys = inner.places[: scan.num_carry], inner.places[scan.num_carry :]
+            if SUM in inner.places or any(a not in (None, b) for a, b in zip(dims[first:last], carry, strict=True)):
+                raise Mixed
+            if carry == dims[first:last]:
+                break
+            dims[first:last] = cast("list[int | None]", carry)
+        scales = [s for s, place in zip(inner.scales, inner.places, strict=True) if place is not None]
+        if set(scales) - {1}:
+            raise Mixed
+
+        def run(operands: Sequence[Array], at: Slice) -> list[Array]:
+            def body(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
+                found = inner.on_slice([*operands[:first], *carry, *xs], at)
+                return found[: scan.num_carry], found[scan.num_carry :]
+
+            carried, xs = list(operands[first:last]), list(operands[last:])
+            after, ys = lax.scan(body, carried, xs, length=scan.length, reverse=scan.reverse)
+            return [*after, *ys]
+
+        of_ys = [place + 1 if isinstance(place, int) else None for place in ys]
+        return _Step(equation, dims, [*carry, *of_ys], run)
+
+    def _branched(self, equation: Equation, dims: Sequence[int | None]) -> _Step:
+        inner = [self._inside(branch, dims[1:], equation.invars[1:]) for branch in equation.params["branches"]]
+        if dims[0] is not None or any((b.places, b.scales) != (inner[0].places, inner[0].scales) for b in inner):
+            raise Mixed
+        self._scales.update(zip(equation.outvars, inner[0].scales, strict=True))
+
+        def run(operands: Sequence[Array], at: Slice) -> list[Array]:
+            branches = [lambda *args, b=b: b.on_slice(args, at) for b in inner]
+            return list(lax.switch(operands[0], branches, *operands[1:]))
+
+        return _Step(equation, dims, inner[0].places, run)
 
     def _computed_once(self) -> list[Equation]:
         """The equations that do not depend on the slice and are needed as a whole."""
         jaxpr = self._closed.jaxpr
         needed = {v for v, place in zip(jaxpr.outvars, self.places, strict=True) if jaxprs.is_var(v) and place is None}
-        for equation, link in self._in_slices:
-            ins = [None] * len(equation.invars) if link is None else link.ins
-            for atom, dim in zip(equation.invars, ins, strict=True):
+        for step in self._steps:
+            for atom, dim in zip(step.equation.invars, step.ins, strict=True):
                 needed.update(self._read_whole(atom, dim))
-        in_slices, found = {id(equation) for equation, _ in self._in_slices}, []
+        in_slices, found = {id(step.equation) for step in self._steps}, []
         for equation in reversed(jaxpr.eqns):
             if id(equation) not in in_slices and any(v in needed for v in equation.outvars):
                 found.append(equation)
@@ -110,6 +220,8 @@ class Sliced:
             return ()
         made = self._made_from(atom, dim)
         if made is None:
+            if dim is not None and self._anywhere:
+                raise Mixed
             return (atom,)
         equation, link = made
         return [v for a, d in zip(equation.invars, link.ins, strict=True) for v in self._read_whole(a, d)]
@@ -119,19 +231,28 @@ class Sliced:
         equation = self._producer.get(v)
         if dim is None or equation is None or equation.primitive.name not in _MADE:
             return None
+        if self._anywhere and equation.params.get("dimension") == dim:  # an iota along it
+            return None
         link = next((each for each in slices.links(equation) if each.outs == (dim,)), None)
         return link and (equation, link)
 
-    def loop(self, tile: int, *args: Array) -> list[Array]:
+    # Running
+
+    def on_slice(self, args: Sequence[Array], at: Slice) -> list[Array]:
+        """The outputs for a slice, from slices of the inputs that are sliced and the others whole."""
+        whole = self._whole(args)
+        scope = {v: whole[v] for v, dim in zip(self._closed.jaxpr.invars, self._dims, strict=True) if dim is not None}
+        return self._outputs(whole, scope, at)
+
+    def in_tiles(self, tile: int, *args: Array) -> list[Array]:
         """The outputs for whole arrays, computed for slices of `tile` elements one after the other.
 
         Sums are added in fp32. If `tile` does not divide the size, the last slice is smaller, and its operations are
         compiled too.
         """
-        jaxpr = self._closed.jaxpr
-        scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self._closed.consts, *args], strict=True))
-        jaxprs.run_equations(self._once, scope)
-        ready = events([a for a, dim in zip(args, self._dims, strict=True) if dim is not None])
+        outputs, whole = self._closed.jaxpr.outvars, self._whole(args)
+        sliced = [(v, dim) for v, dim in zip(self._closed.jaxpr.invars, self._dims, strict=True) if dim is not None]
+        ready = events([whole[v] for v, _ in sliced])
 
         def start(atom: Atom, place: Place) -> Array | None:
             """Room for an output, which compilers would otherwise take early."""
@@ -139,64 +260,68 @@ class Sliced:
             return None if place is None else zeros_after(atom.aval.shape, dtype, ready)
 
         def step(first: ArrayLike, size: int, found: list[Array | None]) -> list[Array | None]:
-            values, results = self._outputs_of(scope, first, size), list[Array | None]()
-            for place, before, value in zip(self.places, found, values, strict=True):
+            scope = {v: lax.dynamic_slice_in_dim(whole[v], first, size, dim) for v, dim in sliced}
+            values, results = self._outputs(whole, scope, Slice(size, first)), list[Array | None]()
+            for place, scale, before, value in zip(self.places, self.scales, found, values, strict=True):
                 if before is None:
                     results.append(None)
                 elif place is SUM:
                     results.append(before + value.astype(before.dtype))
                 else:
-                    results.append(lax.dynamic_update_slice_in_dim(before, value, first, cast("int", place)))
+                    results.append(lax.dynamic_update_slice_in_dim(before, value, first * scale, cast("int", place)))
             return results
 
         count, rest = divmod(self._size, tile)
-        found = list(map(start, jaxpr.outvars, self.places))
+        found = list(map(start, outputs, self.places))
         whole_tiles = lambda k, found: step(k * tile, tile, found)
         if count <= _UNROLLED:
             found = functools.reduce(lambda found, k: whole_tiles(k, found), range(count), found)
         else:
             found = lax.fori_loop(0, count, whole_tiles, found)
         found = step(count * tile, rest, found) if rest else found
-        whole = lambda atom: scope[atom] if jaxprs.is_var(atom) else jnp.asarray(atom.val, atom.aval.dtype)
         return [
-            whole(atom) if a is None else a.astype(atom.aval.dtype)
-            for atom, a in zip(jaxpr.outvars, found, strict=True)
+            _value(atom, whole) if a is None else a.astype(atom.aval.dtype)
+            for atom, a in zip(outputs, found, strict=True)
         ]
 
-    def _outputs_of(self, whole: dict[Var, Array], first: ArrayLike, size: int) -> list[Array]:
-        """The outputs for a slice, from whole inputs and what is computed once."""
-        scope: dict[Var, Array] = {}
-        made: dict[tuple[Var, int], Array] = {}
-        for v, dim in zip(self._closed.jaxpr.invars, self._dims, strict=True):
-            if dim is not None:
-                scope[v] = lax.dynamic_slice_in_dim(whole[v], first, size, dim)
+    def _whole(self, args: Sequence[Array]) -> dict[Var, Array]:
+        """The inputs, and what is computed once."""
+        jaxpr = self._closed.jaxpr
+        scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self._closed.consts, *args], strict=True))
+        jaxprs.run_equations(self._once, scope)
+        return scope
 
-        def read(atom: Atom, dim: int | None) -> Array:
-            if not jaxprs.is_var(atom):
-                return jnp.asarray(atom.val, atom.aval.dtype)
-            if atom in scope or dim is None:
-                return scope[atom] if atom in scope else whole[atom]
+    def _outputs(self, whole: dict[Var, Array], scope: dict[Var, Array], at: Slice) -> list[Array]:
+        """The outputs for a slice, from what is whole, and slices of inputs in `scope`."""
+        made: dict[tuple[Var, int], Array] = {}
+
+        def read(atom: Atom, dim: int | None, scale: int) -> Array:
+            if not jaxprs.is_var(atom) or (dim is None and atom not in scope):
+                return _value(atom, whole)
+            if atom in scope:
+                return scope[atom]
+            assert dim is not None
             if (atom, dim) not in made:
                 found = self._made_from(atom, dim)
+                size, first = at.size * scale, None if at.first is None else at.first * scale
                 if found is None:
+                    assert first is not None
                     made[atom, dim] = lax.dynamic_slice_in_dim(whole[atom], first, size, dim)
                 else:
                     equation, link = found
-                    operands = list(map(read, equation.invars, link.ins))
+                    operands = [read(a, d, scale) for a, d in zip(equation.invars, link.ins, strict=True)]
                     (made[atom, dim],) = slices.apply(equation, link, operands, size, first)
             return made[atom, dim]
 
-        for equation, link in self._in_slices:
-            operands = list(map(read, equation.invars, link.ins if link else [None] * len(equation.invars)))
-            if link is None or link.is_sum:
-                found = [jaxprs.apply(equation, *operands)]
-            else:
-                found = slices.apply(equation, link, operands, size, first)
-            scope.update(zip(equation.outvars, found, strict=True))
-        return [
-            jnp.zeros((), atom.aval.dtype) if place is None else read(atom, None)
-            for atom, place in zip(self._closed.jaxpr.outvars, self.places, strict=True)
-        ]
+        for step in self._steps:
+            scale = max(map(self._scale, step.equation.invars))
+            operands = [read(a, d, scale) for a, d in zip(step.equation.invars, step.ins, strict=True)]
+            scope.update(zip(step.equation.outvars, step.run(operands, at), strict=True))
+        return [read(atom, None, 1) for atom in self._closed.jaxpr.outvars]
+
+
+def _value(atom: Atom, scope: dict[Var, Array]) -> Array:
+    return scope[atom] if jaxprs.is_var(atom) else jnp.asarray(atom.val, atom.aval.dtype)
 
 
 def _is_linear(equation: Equation, places: Sequence[Place]) -> bool:

@@ -28,6 +28,13 @@ class Link(NamedTuple):
     ins: tuple[Dim, ...]
     outs: tuple[Dim, ...]
     is_sum: bool = False  # whether the results, which are whole, are the sum of those of slices
+    up: int = 1  # slices of results have up / down times the elements of slices of operands, along the dim
+    down: int = 1
+
+    @property
+    def keeps_size(self) -> bool:
+        """Whether slices of results are as large as those of operands."""
+        return not self.is_sum and self.up == self.down
 
 
 def links(equation: Equation) -> list[Link]:
@@ -45,8 +52,8 @@ def apply(
 
     Args:
         equation, link: the link is one of the equation, and not a sum.
-        operands: slices of those that the link names, with `size` elements along it; the others whole.
-        size: the size of the slice.
+        operands: slices of those that the link names; the others whole.
+        size: the number of elements of results along the dim.
         start: its first index; None if there are no equations that depend on it.
     """
     name, params = equation.primitive.name, dict(equation.params)
@@ -100,10 +107,12 @@ def _reshape(equation: Equation) -> Iterator[Link]:
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if equation.params["dimensions"] is not None:
         return
-    outer = {(math.prod(after[:d]), size): d for d, size in enumerate(after)}
+    outer = {math.prod(after[:d]): d for d, size in enumerate(after) if size > 1}
     for d, size in enumerate(before):
-        if size > 1 and (place := outer.get((math.prod(before[:d]), size))) is not None:
-            yield _alike(equation, [d], place)
+        place = outer.get(math.prod(before[:d])) if size > 1 else None
+        if place is not None and (after[place] % size == 0 or size % after[place] == 0):  # it may be merged, or split
+            up, down = max(1, after[place] // size), max(1, size // after[place])
+            yield Link((d,), (place,), up=up, down=down)
 
 
 def _transpose(equation: Equation) -> Iterator[Link]:
@@ -147,6 +156,10 @@ def _whole_dims(equation: Equation) -> Iterator[Link]:
     for d, size in enumerate(shapes[0]):
         if part[d] == size and steps[d] == 1:
             yield _alike(equation, [d if len(shape) == len(part) else None for shape in shapes], d)
+
+
+def _of_matrices(equation: Equation) -> Iterator[Link]:
+    return (_alike(equation, [d] * len(equation.invars), d) for d in range(equation.invars[0].aval.ndim - 2))
 
 
 def _top_k(equation: Equation) -> Iterator[Link]:
@@ -222,6 +235,7 @@ _RULES: dict[str, Callable[[Equation], Iterator[Link]]] = {
     "top_k": _top_k,
     "transpose": _transpose,
     **dict.fromkeys(("argmax", "argmin"), _left("axes")),
+    **dict.fromkeys(jaxprs.OF_MATRICES - {"fft"}, _of_matrices),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _except("axis")),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"), _left("axes")

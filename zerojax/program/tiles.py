@@ -166,10 +166,10 @@ def _function(
     found.append(Tiled(region.widest.aval.shape, num_bytes(region.widest), region.size, size, line))
 
     # Compute in tiles.
-    compute = jax.custom_vjp(functools.partial(forward.loop, size))
+    compute = jax.custom_vjp(functools.partial(forward.in_tiles, size))
 
     def compute_gradients(inputs: list[Array], cotangents: list[Array]) -> tuple[Array | None, ...]:
-        grads = iter(backward.loop(size, *inputs, *select(cotangents, floating)))
+        grads = iter(backward.in_tiles(size, *inputs, *select(cotangents, floating)))
         return tuple(next(grads) if flag else None for flag in varied)
 
     compute.defvjp(lambda *inputs: (compute(*inputs), list(inputs)), compute_gradients)
@@ -201,7 +201,8 @@ def _slices_first(closed: ClosedJaxpr) -> ClosedJaxpr:
     def made_from(atom: Atom, dim: int) -> tuple[Equation, Link] | None:
         """The equation of a value that nothing else reads, and its link along a dim."""
         equation = producer.get(atom) if jaxprs.is_var(atom) and num_readers[atom] == 1 else None
-        link = next((each for each in slices.links(equation) if each.outs == (dim,)), None) if equation else None
+        known = slices.links(equation) if equation else ()
+        link = next((each for each in known if each.outs == (dim,) and each.keeps_size), None)
         return (equation, link) if equation and link else None
 
     def of_product(atom: Atom, dim: int) -> bool:

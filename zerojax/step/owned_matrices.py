@@ -6,7 +6,7 @@ The owners of equal matrices compute them in rounds:
                                                     │ Newton-Schulz
     shards of N results  ◄── all-to-all ◄── one whole result
 
-Layers of a scanned stack are matrices like others if the update computes them one by one (`program.per_layer`).
+Layers of a scanned stack are matrices like others if the update computes them one by one (`program.sliced`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerojax.program import jaxprs
 from zerojax.program.couplings import Coupling, multiplications
 from zerojax.program.equation_keys import EquationKeys
 from zerojax.program.jaxprs import ClosedJaxpr, Var
-from zerojax.program.per_layer import Mixed, PerLayer
+from zerojax.program.sliced import Mixed, Slice, Sliced
 from zerojax.sharding.axes import REPLICATED, Dims
 from zerojax.sharding.placement import Leaf
 from zerojax.step.config import ZeroConfig
@@ -113,16 +113,17 @@ class OwnedMatrices:
             return Kind(members, inputs, outputs, None, work, each)
         stacked = [v.aval.ndim > 1 and v.aval.shape[0] == leaf.shape[0] for v in first.inputs]
         try:
-            layerwise = PerLayer(closed, [*stacked, *[False] * num_shared], leaf.shape[0])
+            dims = [0 if flag else None for flag in (*stacked, *[False] * num_shared)]
+            layerwise = Sliced(closed, dims, leaf.shape[0], anywhere=True)
         except Mixed:
             one_matrix = Kind(members, inputs, outputs, None, work, each)
             return "the update may combine its layers" if leaf.stacked else one_matrix
         if any(operand.dims.shard == 0 for operand in (*inputs, *outputs)):
             return "each device has whole matrices, since dim 0 is sharded"
-        if not all(stacked) or not all(layerwise.outputs):
+        if not all(stacked) or any(place != 0 for place in layerwise.places):
             return "the update has values that all layers share"
         layers = lambda operands: [operand.of_layer() for operand in operands]
-        run = lambda own, shared: layerwise(*own, *shared)
+        run = lambda own, shared: layerwise.on_slice([*own, *shared], Slice(own[0].shape[0], None))
         return Kind(members, layers(inputs), layers(outputs), leaf.shape[0], work / leaf.shape[0], run)
 
     def sent_bytes(self) -> list[int]:
