@@ -51,7 +51,11 @@ def main():
     console, forms = Console(stderr=True), {}
     for form in args.forms:
         with console.status(f"compiling {form}"):
-            done = subprocess.run([sys.executable, *sys.argv, "--compile", form], capture_output=True, text=True)
+            command, env = (
+                [sys.executable, *sys.argv, "--compile", form],
+                os.environ | {"JAX_TRACEBACK_FILTERING": "off"},
+            )
+            done = subprocess.run(command, capture_output=True, text=True, env=env)
         error = {"error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
         forms[form] = json.loads(done.stdout) if done.returncode == 0 else error
     result = {"target": args.target, "model": args.model or args.preset, "seq": args.seq, "forms": forms}

@@ -18,8 +18,8 @@ from zerojax.program import jaxprs
 from zerojax.program.tiles import Tiling, tile
 from zerojax.step import gradient
 
-VOCAB, WIDTH, SEQ = 67, 8, 13  # 13 tokens are not divisible by a tile
-TILE = 2  # a loop of six tiles, and one of the last token
+VOCAB, WIDTH, SEQ = 67, 8, 14
+TILE = 2  # 13 tokens are predicted: a loop of six tiles, and one of the last token
 
 
 def params(dtype=jnp.float32):

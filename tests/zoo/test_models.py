@@ -62,6 +62,13 @@ def test_parameters_in_host_memory_train_as_on_the_devices(name):
 
 
 @pytest.mark.parametrize("name", names())
+def test_tiles_of_a_token_train_as_all_tokens(name):
+    entry = ENTRIES[name]
+    got, _ = train(zero_of(entry, 3), with_constant_init(entry), batches(entry, STEPS), tiles=1)
+    assert_close(got, reference(name), **{**TOLERANCES["fp32"], "update": entry.update})
+
+
+@pytest.mark.parametrize("name", names())
 def test_bf16_with_remat_and_microbatches_stays_near_fp32(name):
     """The loss of the first step has the initial weights, rounded to bf16, whose steps are 2^-8 = 4e-3."""
     entry = ENTRIES[name]

@@ -162,7 +162,7 @@ def _function(
     except Mixed:
         return whole
     size = _even(region.size, tiling.tile_of(region.size, num_bytes(region.widest)))
-    line = jaxprs.user_line(region.equations[-1])
+    line = next(filter(None, map(jaxprs.user_line, reversed(region.equations))), None)
     found.append(Tiled(region.widest.aval.shape, num_bytes(region.widest), region.size, size, line))
 
     # Compute in tiles.
