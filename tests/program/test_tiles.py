@@ -4,6 +4,7 @@ import collections
 import functools
 
 import chex
+import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,6 +128,46 @@ def test_tiles_work_with_other_settings(stage, num_devices, precision, settings)
     args = "of_sliced_logits", stage, num_devices, precision
     got, want = (run(args[0], tiles, *args[1:], **settings) for tiles in (4, "none"))  # without a loop
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+GPT = gpt.Config(width=16, layers=4, heads=2, vocab=68, seq=12, annotated=True)
+
+
+def gpt_losses(tiles, offload="none", model=1, **settings):
+    """The losses of a GPT in a list of layers, on four devices."""
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:4], model=model), 3, offload=offload)
+    state, step = (
+        zero.init(gpt.create(GPT), optax.adamw(1e-2, eps=1e-3)),
+        zero.train_step(gpt.loss, tiles=tiles, **settings),
+    )
+    assert bool(step.tiled(state, {"tokens": TOKENS[:, :13]})) == (tiles != "none")
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, {"tokens": TOKENS[:, :13]})
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": 2},
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in (
+                {"layers": "loop"},
+                {"offload": "optimizer"},
+                {"offload": "params"},
+                {"remat": zerojax.Remat(offload_inputs=True)},
+                {"model": 2, "remat": zerojax.Remat(partition_inputs=True)},
+                {"num_microbatches": 2, "bucket_bytes": 4096},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_tiles_work_with_what_moves_layers(settings):
+    assert gpt_losses(2, **settings) == pytest.approx(gpt_losses("none", **settings), rel=1e-6)
 
 
 def test_narrow_dtypes_round_no_more_in_tiles():
