@@ -3,8 +3,8 @@
     hidden [tokens, width] ──► logits [tokens, vocabulary] ──► losses [tokens]
                              └────────── a region ──────────┘
 
-Around each wide value, equations are added along one of its dims, as long as they carry it (`slices`). What mixes
-tokens, such as attention, or is not known ends a region: at worst, something is not found.
+Around each product that is much larger than its operands, equations are added along one of its dims, as long as they
+carry it (`slices`). What mixes tokens, such as attention, or is not known ends a region: at worst, one is not found.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zerojax.program import jaxprs, slices
 from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.program.slices import Link
 
-# A value is wide if it takes at least half of the bytes of the widest one in a region: logits in bf16 beside fp32.
+# A value of a region is wide if it has at least half of the elements of the product.
 _WIDE = 1 / 2
-# The widest value takes at least as many times the bytes of all outputs of a region. A projection to queries, keys and
-# values is no region.
+# The product has at least as many times the elements of each operand that is no weight, and of all outputs of its
+# region together. A projection to queries, keys and values is no region.
 _GAIN = 2
 
 
@@ -31,7 +31,7 @@ class Region(NamedTuple):
     equations: list[Equation]
     dims: dict[Var, int]  # the dim of tokens, of the values that have one
     size: int  # the number of tokens
-    widest: Var
+    widest: Var  # of the values with as many elements as the product, the one that takes the most bytes
     inputs: list[Var]
     outputs: list[Var]
 
@@ -61,27 +61,37 @@ class _Finder:
 
     def regions(self, tile_of: Callable[[int, int], int]) -> list[Region]:
         taken, found = set[int](), list[Region]()
-        for v in sorted(self._producer, key=num_bytes, reverse=True):
-            if v in self._of_weights or self._producer[v] in taken:
+        for k in sorted(filter(self._widens, range(len(self._equations))), key=self._product_size, reverse=True):
+            if k in taken:
                 continue
-            is_large = lambda size, v=v: tile_of(size, num_bytes(v)) < size
-            each = (self._grown(v, d, taken) for d, size in enumerate(v.aval.shape) if is_large(size))
-            candidates = [region for region in each if region is not None]
-            best = max(candidates, key=lambda region: (region.size, len(region.equations)), default=None)
-            if best is not None:
-                found.append(best)
-                taken |= {self._producer[w] for e in best.equations for w in e.outvars}
+            (product,) = self._equations[k].outvars
+            each = (self._grown(product, d, taken) for d, size in enumerate(product.aval.shape) if size > 1)
+            large = [r for r in each if r is not None and tile_of(r.size, num_bytes(r.widest)) < r.size]
+            if large:
+                found.append(max(large, key=lambda region: (region.size, len(region.equations))))
+                taken |= {self._producer[v] for e in found[-1].equations for v in e.outvars}
         return found
+
+    def _product_size(self, k: int) -> int:
+        return num_elements(self._equations[k].outvars[0])
+
+    def _widens(self, k: int) -> bool:
+        """Whether an equation is a product that is much larger than what it is computed from, without weights."""
+        equation = self._equations[k]
+        if equation.primitive.name != "dot_general" or equation.outvars[0] in self._of_weights:
+            return False
+        data = [v for v in jaxprs.variables(equation) if v not in self._of_weights]
+        return self._product_size(k) >= _GAIN * max(map(num_elements, data), default=0)
 
     def _links(self, k: int) -> list[Link]:
         if k not in self._known:
             self._known[k] = links(self._equations[k])
         return self._known[k]
 
-    def _grown(self, widest: Var, dim: int, taken: set[int]) -> Region | None:
+    def _grown(self, product: Var, dim: int, taken: set[int]) -> Region | None:
         """The region around a value, along one of its dims, or None."""
-        limit, size = _WIDE * num_bytes(widest), widest.aval.shape[dim]
-        dims, inside, todo = {widest: dim}, set[int](), [widest]
+        size, is_wide = product.aval.shape[dim], lambda v: num_elements(v) >= _WIDE * num_elements(product)
+        dims, inside, todo = {product: dim}, set[int](), [product]
 
         def include(k: int) -> bool:
             """Adds an equation, if it carries the dim of what it reads and writes of the region."""
@@ -98,19 +108,19 @@ class _Finder:
         # Add what writes and reads wide values, and then what is between.
         while todo:
             v = todo.pop()
-            if num_bytes(v) >= limit:
+            if is_wide(v):
                 for k in (*([self._producer[v]] if v in self._producer else ()), *self._readers[v]):
                     include(k)
             if not todo and not all(map(include, self._between(inside))):
                 return None
-        if not jaxprs.multiplies(self._equations[k] for k in inside):
-            return None
-
         inside, dims = self._with_cheap_inputs(inside, dims, size, taken)
-        region = self._region(inside, dims, widest, dim)
-        is_wide = any(num_bytes(v) >= limit for v in (*region.inputs, *region.outputs) if v in dims)
-        result_bytes = sum(num_bytes(v) for v in region.outputs if v in dims)
-        return None if is_wide or _GAIN * result_bytes > num_bytes(widest) else region
+        inputs, outputs = self._inputs(inside), self._outputs(inside)
+        results = [v for v in outputs if v in dims]
+        few = _GAIN * sum(map(num_elements, results)) <= num_elements(product)
+        if self._producer[product] not in inside or not few or any(is_wide(v) for v in inputs if v in dims):
+            return None
+        widest = max((v for v in dims if num_elements(v) == num_elements(product)), key=num_bytes)
+        return Region([self._equations[k] for k in sorted(inside)], dims, size, widest, inputs, outputs)
 
     def _agreeing(self, k: int, dims: dict[Var, int], size: int) -> Link | None:
         """The link of an equation that agrees with the dims so far, and with `size` tokens; weights have none."""
@@ -177,10 +187,6 @@ class _Finder:
     def _input_bytes(self, inside: set[int], dims: dict[Var, int]) -> int:
         return sum(num_bytes(v) for v in self._inputs(inside) if v in dims)
 
-    def _region(self, inside: set[int], dims: dict[Var, int], widest: Var, dim: int) -> Region:
-        equations = [self._equations[k] for k in sorted(inside)]
-        return Region(equations, dims, widest.aval.shape[dim], widest, self._inputs(inside), self._outputs(inside))
-
 
 def with_results(equations: Iterable[Equation], variables: Iterable[Var]) -> set[Var]:
     """The variables, and all that is computed from them alone."""
@@ -192,8 +198,12 @@ def with_results(equations: Iterable[Equation], variables: Iterable[Var]) -> set
     return found
 
 
+def num_elements(v: Var) -> int:
+    return math.prod(v.aval.shape)
+
+
 def num_bytes(v: Var) -> int:
-    return math.prod(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 0)
+    return num_elements(v) * getattr(v.aval.dtype, "itemsize", 0)
 
 
 def _pairs(equation: Equation, link: Link) -> list[tuple[Var, int]]:
