@@ -23,6 +23,7 @@ from zerojax.offload.host_memory import memory_of
 from zerojax.processes import agreement
 from zerojax.processes.join import check_joined
 from zerojax.program.remat import AUTO, RematRules, Setting, auto_setting
+from zerojax.program.tiles import Tiling
 from zerojax.sharding import placement
 from zerojax.sharding.advice import uneven_text
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disabled_jit
@@ -324,15 +325,18 @@ class Zero:
 
         Args:
             loss_fn, bucket_bytes: as in `train_step`.
-            tiles: as in `train_step`. 'auto' does not ask whether tiles are needed, since they recompute nothing here.
+            tiles: as in `train_step`, but 'auto' does not ask whether tiles are needed: they recompute nothing here.
 
         Raises:
             ValueError: if `bucket_bytes` or `tiles` is invalid.
         """
-        limit = device_memory(self.config) if tiles == "auto" else None
-        chosen = auto_tiling(limit) if limit else tiles
-        settings = StepSettings(bucket_bytes=bucket_bytes, tiles=chosen).check(self.config.axes)
+        settings = StepSettings(bucket_bytes=bucket_bytes, tiles=self._tiling(tiles)).check(self.config.axes)
         return EvalStep(self.config, settings, loss_fn)
+
+    def _tiling(self, tiles: Tiles) -> Tiles | Tiling:
+        """The tiles of a step, of which 'auto' are those of its memory."""
+        limit = device_memory(self.config) if tiles == "auto" else None
+        return auto_tiling(limit) if limit else tiles
 
     def value_and_grad(
         self,
@@ -342,6 +346,7 @@ class Zero:
         remat: Setting | Mapping[str, Setting] = AUTO,
         prefetch: int = 1,
         bucket_bytes: int | None = None,
+        tiles: Tiles = "none",
     ) -> Callable[..., PyTree]:
         """`jax.value_and_grad` for scripts that have their own step.
 
@@ -350,6 +355,7 @@ class Zero:
                 `has_aux` it returns a pair of that and a dict of metrics.
             has_aux: as in JAX.
             remat, prefetch, bucket_bytes: as in `train_step`.
+            tiles: as in `train_step`, but 'auto' does not ask whether tiles are needed.
 
         Returns:
             `fn(params, *args) -> (loss, grads)` or `((loss, metrics), grads)`, to be called under `jit`. Parameters are
@@ -359,10 +365,11 @@ class Zero:
             keeps the state of the step sharded too. A step without it is warned about.
 
         Raises:
-            ValueError: if `remat`, `prefetch` or `bucket_bytes` is invalid.
+            ValueError: if `remat`, `prefetch`, `bucket_bytes` or `tiles` is invalid.
         """
         rules = RematRules.of(remat, auto_setting(self.config.mesh))
-        settings = StepSettings(remat=rules, prefetch=prefetch, bucket_bytes=bucket_bytes)
+        tiling = self._tiling(tiles)
+        settings = StepSettings(remat=rules, prefetch=prefetch, bucket_bytes=bucket_bytes, tiles=tiling)
         settings.check(self.config.axes)
         seen: list[bool] = []
 

@@ -15,6 +15,7 @@ from support.parity import assert_close, batches, train
 
 import zerojax
 from zerojax import Weighted, Zero
+from zerojax.analysis import step as analysis_step
 from zerojax.program import jaxprs
 from zerojax.program.tiles import Tiling, tile
 from zerojax.step import gradient
@@ -235,6 +236,31 @@ def test_a_projection_to_several_narrow_values_is_no_region():
 def test_attention_that_is_not_fused_runs_by_queries():
     long = np.zeros((1, 64), np.int32)
     assert regions(lambda p, t: jnp.mean(hidden(p, t)), params(), long) == {(1, 64, 64): 1, (1, 64, 5 * WIDTH): 1}
+
+
+def test_a_step_of_your_own_has_tiles_too():
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:2]), 3)
+    placed = zero.shard(params())
+    of = lambda tiles: jax.jit(zero.value_and_grad(of_sliced_logits, tiles=tiles))(placed, TOKENS)
+    chex.assert_trees_all_close(of(TILE), of("none"), rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_tiles_are_refused():
+    zero = Zero(zerojax.make_mesh(), 3)
+    for unknown in ("all", 0, 2.5, True):
+        with pytest.raises(ValueError, match=f"unknown tiles {unknown!r}"):
+            zero.train_step(of_labels, tiles=unknown)
+
+
+def test_tiles_are_chosen_by_memory(monkeypatch):
+    """The first batch decides. On CPU devices, whose memory is not known, there are none."""
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:2]), 3)
+    state = zero.eval_init(params, optax.sgd(0.1))
+    needed = zero.train_step(of_labels).memory(state, TOKENS).peak_bytes
+    for memory, are_tiled in ((None, False), (2 * needed, False), (needed, True)):
+        monkeypatch.setattr(analysis_step, "device_memory", lambda _, memory=memory: memory)
+        step = zero.train_step(of_labels, tiles="auto")
+        assert bool(step.tiled(state, TOKENS)) == are_tiled == (step.settings.tiling is not None)
 
 
 def test_frozen_weights_have_no_sums():
