@@ -115,6 +115,19 @@ def test_a_loss_is_the_same_in_tiles_and_its_logits_do_not_exist(name):
     assert widest(LOSSES[name], "none") >= SEQ - 1 and widest(LOSSES[name], TILE) <= TILE
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_head_is_multiplied_as_often_as_without_tiles(name):
+    """If the loss is one sum: its gradients are computed with it. That of several is computed again."""
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:2]), 3)
+    state = zero.eval_init(params, optax.sgd(0.1))
+    counts = []
+    for tiles in ("none", TILE):
+        traced = zero.train_step(LOSSES[name], tiles=tiles).trace(state, TOKENS[:, :13])
+        products = [e for e in jaxprs.walk(traced.jaxpr.eqns) if e.primitive.name == "dot_general"]
+        counts.append(sum(any(VOCAB in a.aval.shape for a in (*e.invars, *e.outvars)) for e in products))
+    assert counts == [3, 4 if name == "with_metrics" else 3]
+
+
 @pytest.mark.parametrize(
     ("stage", "num_devices", "precision", "settings"),
     [

@@ -113,7 +113,7 @@ class _Finder:
                     include(k)
             if not todo and not all(map(include, self._between(inside))):
                 return None
-        inside, dims = self._with_cheap_inputs(inside, dims, size, taken)
+        inside, dims = self._with_sums(*self._with_cheap_inputs(inside, dims, size, taken), size, taken)
         inputs, outputs = self._inputs(inside), self._outputs(inside)
         results = [v for v in outputs if v in dims]
         few = _GAIN * sum(map(num_elements, results)) <= num_elements(product)
@@ -169,6 +169,26 @@ class _Finder:
             outputs = (v for v in self._outputs(inside) if self._producer[v] == k)
             if (total := self._input_bytes(inside, dims) + sum(map(num_bytes, outputs))) <= least:
                 best, least = (set(inside), dict(dims)), total
+
+    def _with_sums(
+        self, inside: set[int], dims: dict[Var, int], size: int, taken: set[int]
+    ) -> tuple[set[int], dict[Var, int]]:
+        """Adds what follows, if all of it ends in sums over tokens without another product: the mean of losses."""
+        grown, known = set(inside), dict(dims)
+        todo = [v for v in self._outputs(inside) if v in dims]
+        while todo:
+            v = todo.pop()
+            for k in self._readers[v]:
+                link = None if k in taken or not self._is_cheap(k) else self._agreeing(k, known, size)
+                if k not in grown and link is None:
+                    return inside, dims
+                if k not in grown and link is not None:
+                    grown.add(k)
+                    known.update(_pairs(self._equations[k], link))
+                    todo += () if link.is_sum else self._equations[k].outvars
+            if v in self._results:
+                return inside, dims
+        return (inside, dims) if self._between(grown) else (grown, known)
 
     def _is_cheap(self, k: int) -> bool:
         equation = self._equations[k]

@@ -244,11 +244,11 @@ class Sliced:
         scope = {v: whole[v] for v, dim in zip(self._closed.jaxpr.invars, self._dims, strict=True) if dim is not None}
         return self._outputs(whole, scope, at)
 
-    def in_tiles(self, tile: int, *args: Array) -> list[Array]:
+    def in_tiles(self, tile: int, *args: Array, wide: bool = False) -> list[Array]:
         """The outputs for whole arrays, computed for slices of `tile` elements one after the other.
 
-        Sums are added in fp32. If `tile` does not divide the size, the last slice is smaller, and its operations are
-        compiled too.
+        Sums are added in fp32; with `wide`, they are returned so. If `tile` does not divide the size, the last slice is
+        smaller, and its operations are compiled too.
         """
         outputs, whole = self._closed.jaxpr.outvars, self._whole(args)
         sliced = [(v, dim) for v, dim in zip(self._closed.jaxpr.invars, self._dims, strict=True) if dim is not None]
@@ -274,13 +274,13 @@ class Sliced:
         count, rest = divmod(self._size, tile)
         found = list(map(start, outputs, self.places))
         whole_tiles = lambda k, found: step(k * tile, tile, found)
-        if count <= _UNROLLED:
+        if count <= _UNROLLED and not wide:
             found = functools.reduce(lambda found, k: whole_tiles(k, found), range(count), found)
         else:
             found = lax.fori_loop(0, count, whole_tiles, found)
         found = step(count * tile, rest, found) if rest else found
         return [
-            _value(atom, whole) if a is None else a.astype(atom.aval.dtype)
+            _value(atom, whole) if a is None else a if wide else a.astype(atom.aval.dtype)
             for atom, a in zip(outputs, found, strict=True)
         ]
 

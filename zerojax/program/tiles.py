@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -66,11 +66,16 @@ def tile(
     """
     number, found = {v: k for k, v in enumerate(closed.jaxpr.invars)}, list[Tiled]()
     numbers = lambda variables: {number[v] for v in variables}
-    return _tiled(closed, numbers(weights), numbers(trained), tiling, found), found
+    return _tiled(closed, numbers(weights), numbers(trained), tiling, found, runs_once=True), found
 
 
 def _tiled(
-    closed: ClosedJaxpr, weights: set[int], trained: set[int], tiling: Tiling, found: list[Tiled]
+    closed: ClosedJaxpr,
+    weights: set[int],
+    trained: set[int],
+    tiling: Tiling,
+    found: list[Tiled],
+    runs_once: bool = False,
 ) -> ClosedJaxpr:
     """As `tile`, with numbers of inputs. Regions are added to `found`."""
     closed = _slices_first(jaxprs.inlined(closed))
@@ -98,7 +103,7 @@ def _tiled(
 
     # Replace the equations of each region by one function.
     regions = find_regions(closed, of_weights, tiling.tile_of)
-    functions = [_function(closed, region, active, tiling, found) for region in regions]
+    functions = [_function(closed, region, active, tiling, found, runs_once) for region in regions]
     taken = {id(equation) for region in regions for equation in region.equations}
     region_of = {v: k for k, region in enumerate(regions) for v in region.outputs}
     producer = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
@@ -137,28 +142,43 @@ def _tiled(
 
 
 def _function(
-    closed: ClosedJaxpr, region: Region, active: set[Var], tiling: Tiling, found: list[Tiled]
+    closed: ClosedJaxpr, region: Region, active: set[Var], tiling: Tiling, found: list[Tiled], runs_once: bool
 ) -> Callable[..., list[Array]]:
-    """The outputs of a region from its inputs, in tiles; `active` are the variables that have a tangent."""
+    """The outputs of a region from its inputs, in tiles.
+
+    Args:
+        closed: the function that it is a part of.
+        active: the variables that have a tangent.
+        tiling, found: as in `_tiled`.
+        runs_once: whether the region is outside of loops, and is not rematerialized.
+    """
     own = jaxprs.with_equations(closed, region.equations, region.inputs, region.outputs)
     whole = functools.partial(jaxprs.run, own)
     varied = [v in active and is_differentiable(v.aval) for v in region.inputs]
-    floating = [is_differentiable(v.aval) for v in region.outputs]
+    floating = [v in active and is_differentiable(v.aval) for v in region.outputs]
 
-    def gradients(*args: Array) -> list[Array]:
-        """Those of the varied inputs, from the inputs and the cotangents of floating outputs."""
+    def with_gradients(*args: Array) -> list[Array]:
+        """The outputs, and the gradients of the varied inputs, from the inputs and the cotangents of the outputs."""
         inputs, cotangents = args[: len(varied)], list(args[len(varied) :])
         fixed = select(inputs, negate(varied))
-        of_varied = lambda *given: select(whole(*merge(varied, given, fixed)), floating)
-        return list(jax.vjp(of_varied, *select(inputs, varied))[1](cotangents))
+
+        def of_varied(*given: Array) -> tuple[list[Array], list[Array]]:
+            outputs = whole(*merge(varied, given, fixed))
+            return select(outputs, floating), outputs
+
+        _, pull_back, outputs = jax.vjp(of_varied, *select(inputs, varied), has_aux=True)
+        return [*outputs, *pull_back(cotangents)]
 
     # Follow the tokens through both passes.
     dims = [region.dims.get(v) for v in region.inputs]
     try:
         forward = Sliced(_without_calls(own), dims, region.size)
         places = [place if isinstance(place, int) else None for place in select(forward.places, floating)]
-        traced, _ = jaxprs.traced(gradients, *own.in_avals, *(v.aval for v in select(region.outputs, floating)))
-        backward = Sliced(_without_calls(traced), [*dims, *places], region.size)
+        cotangents = [v.aval for v in select(region.outputs, floating)]
+        traced, _ = jaxprs.traced(with_gradients, *own.in_avals, *cotangents)
+        grads = jaxprs.with_outputs(traced, traced.jaxpr.outvars[len(region.outputs) :])
+        backward = Sliced(_without_calls(grads), [*dims, *places], region.size)
+        both = Sliced(_without_calls(traced), [*dims, *places], region.size)
     except Mixed:
         return whole
     size = _even(region.size, tiling.tile_of(region.size, num_bytes(region.widest)))
@@ -167,12 +187,30 @@ def _function(
 
     # Compute in tiles.
     compute = jax.custom_vjp(functools.partial(forward.in_tiles, size))
+    dtypes = [v.aval.dtype for v in select(region.inputs, varied)]
 
-    def compute_gradients(inputs: list[Array], cotangents: list[Array]) -> tuple[Array | None, ...]:
-        grads = iter(backward.in_tiles(size, *inputs, *select(cotangents, floating)))
-        return tuple(next(grads) if flag else None for flag in varied)
+    def of_inputs(values: Sequence[Array]) -> tuple[Array | None, ...]:
+        rest = iter(values)
+        return tuple(next(rest) if flag else None for flag in varied)
 
-    compute.defvjp(lambda *inputs: (compute(*inputs), list(inputs)), compute_gradients)
+    if runs_once and [aval.shape for aval in cotangents] == [()]:
+        # The gradients of one sum are those of its cotangent 1, times the cotangent: they need no second pass.
+        def run_with_gradients(*inputs: Array) -> tuple[list[Array], list[Array]]:
+            values = both.in_tiles(size, *inputs, jnp.ones((), cotangents[0].dtype), wide=True)
+            outputs = [a.astype(v.aval.dtype) for a, v in zip(values, region.outputs, strict=False)]
+            return outputs, values[len(outputs) :]
+
+        def scale_gradients(grads: list[Array], given: list[Array]) -> tuple[Array | None, ...]:
+            (factor,) = select(given, floating)
+            return of_inputs([(g * factor).astype(dtype) for g, dtype in zip(grads, dtypes, strict=True)])
+
+        compute.defvjp(run_with_gradients, scale_gradients)
+    else:
+
+        def run_backward(inputs: list[Array], given: list[Array]) -> tuple[Array | None, ...]:
+            return of_inputs(backward.in_tiles(size, *inputs, *select(given, floating)))
+
+        compute.defvjp(lambda *inputs: (compute(*inputs), list(inputs)), run_backward)
     return compute
 
 
