@@ -279,7 +279,8 @@ class Zero:
             tiles: for how many tokens at a time the loss computes what each token has for itself, where that is much
                 wider than what goes in and comes out: logits, hidden layers of MLPs, rows of attention scores that are
                 not fused. Only the inputs of such a part are saved; the backward pass computes it again, tile by tile,
-                and adds the gradients of weights in fp32. 'auto' chooses by memory: nothing, if the step is estimated
+                and adds the gradients of weights in fp32. Gradients of a loss that is one sum over tokens are computed
+                with it, and held until then. 'auto' chooses by memory: nothing, if the step is estimated
                 (`step.memory`) to take at most 60% of the device's; else tiles in which no value takes more than 1/128
                 of it. 'none', the default, computes all tokens at once, and so does 'auto' on CPU devices.
             audit: 'error' and 'warn' compare each newly compiled program with the step's expectation (see

@@ -4,7 +4,7 @@
     backward:  for each tile of tokens:   inputs ► region ► gradients of the inputs; of the weights, summed in fp32
 
 The regions are found in the traced loss (`regions`), for models and losses that know nothing of it. Of a region, only
-its inputs are saved for the backward pass.
+its inputs are saved for the backward pass; of one that ends in a single sum, such as the mean of losses, its gradients.
 
 Source: sequence tiling, Arctic Long Sequence Training, arXiv 2506.13996, 3.1, which has a kernel for each model.
 """
