@@ -241,6 +241,20 @@ def test_what_mixes_tokens_ends_a_region():
         assert regions(lambda p, t, f=before, g=inside: square(p, f(p["embed"][t]), g), params(), TOKENS) == found
 
 
+def test_gradients_are_held_for_the_last_loss_only():
+    """Those of others would be held until the backward pass comes to them: their heads are multiplied again."""
+
+    def two_losses(p, tokens):
+        x, labels = p["embed"][tokens[:, :-1]], tokens[:, 1:]
+        of = lambda x: optax.softmax_cross_entropy_with_integer_labels(x @ p["head"], labels).mean()
+        return of(x) + of(jnp.cumsum(x, 1))
+
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:2]), 3)
+    traced = zero.train_step(two_losses, tiles=TILE).trace(zero.eval_init(params, optax.sgd(0.1)), TOKENS[:, :13])
+    products = [e for e in jaxprs.walk(traced.jaxpr.eqns) if e.primitive.name == "dot_general"]
+    assert len(products) == 4 + 3
+
+
 def test_a_projection_to_several_narrow_values_is_no_region():
     split = lambda p, t: [jnp.cumsum(a, 1) for a in jnp.split(p["embed"][t] @ p["qkv"], 3, -1)]
     assert regions(lambda p, t: jnp.mean(jnp.stack(split(p, t))), params(), TOKENS) == {}

@@ -103,7 +103,9 @@ def _tiled(
 
     # Replace the equations of each region by one function.
     regions = find_regions(closed, of_weights, tiling.tile_of)
-    functions = [_function(closed, region, active, tiling, found, runs_once) for region in regions]
+    place = {id(equation): k for k, equation in enumerate(jaxpr.eqns)}
+    last = max(regions, key=lambda region: place[id(region.equations[-1])], default=None) if runs_once else None
+    functions = [_function(closed, region, active, tiling, found, region is last) for region in regions]
     taken = {id(equation) for region in regions for equation in region.equations}
     region_of = {v: k for k, region in enumerate(regions) for v in region.outputs}
     producer = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
@@ -142,7 +144,7 @@ def _tiled(
 
 
 def _function(
-    closed: ClosedJaxpr, region: Region, active: set[Var], tiling: Tiling, found: list[Tiled], runs_once: bool
+    closed: ClosedJaxpr, region: Region, active: set[Var], tiling: Tiling, found: list[Tiled], is_last: bool
 ) -> Callable[..., list[Array]]:
     """The outputs of a region from its inputs, in tiles.
 
@@ -150,7 +152,7 @@ def _function(
         closed: the function that it is a part of.
         active: the variables that have a tangent.
         tiling, found: as in `_tiled`.
-        runs_once: whether the region is outside of loops, and is not rematerialized.
+        is_last: whether the backward pass begins with the region.
     """
     own = jaxprs.with_equations(closed, region.equations, region.inputs, region.outputs)
     whole = functools.partial(jaxprs.run, own)
@@ -193,7 +195,7 @@ def _function(
         rest = iter(values)
         return tuple(next(rest) if flag else None for flag in varied)
 
-    if runs_once and [aval.shape for aval in cotangents] == [()]:
+    if is_last and [aval.shape for aval in cotangents] == [()]:
         # The gradients of one sum are those of its cotangent 1, times the cotangent: they need no second pass.
         def run_with_gradients(*inputs: Array) -> tuple[list[Array], list[Array]]:
             values = both.in_tiles(size, *inputs, jnp.ones((), cotangents[0].dtype), wide=True)
