@@ -144,6 +144,9 @@ MEETINGS = {
     "function of a sum": lambda x: jnp.exp(jnp.sum(x, 0)),
     "division by a sum": lambda x: x / jnp.sum(x),
     "attention": lambda x: x @ x.T @ x,
+    "an array that a loop passes on": lambda x: (
+        x + lax.fori_loop(0, 3, lambda _, c: (c[0] * 2, c[1] + 1), (x, jnp.arange(60.0).reshape(12, 5)))[1]
+    ),
 }
 
 

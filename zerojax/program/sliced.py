@@ -101,7 +101,10 @@ class Sliced:
         for equation in jaxpr.eqns:
             if any(v in self._places for v in jaxprs.variables(equation)):
                 step = self._follow(equation)
-                self._places.update(zip(equation.outvars, step.outs, strict=True))
+                places = dict(zip(equation.outvars, step.outs, strict=True))
+                if any(place is None and v.aval.shape for v, place in places.items()):
+                    raise Mixed  # an array that a loop or a branch returns whole; of a counter, nothing is sliced
+                self._places.update({v: place for v, place in places.items() if place is not None})
                 self._steps.append(step)
         self.places = [self._place(atom) for atom in jaxpr.outvars]
         self.scales = [self._scale(atom) for atom in jaxpr.outvars]
