@@ -51,10 +51,8 @@ def main():
     console, forms = Console(stderr=True), {}
     for form in args.forms:
         with console.status(f"compiling {form}"):
-            command, env = (
-                [sys.executable, *sys.argv, "--compile", form],
-                os.environ | {"JAX_TRACEBACK_FILTERING": "off"},
-            )
+            command, env = [sys.executable, *sys.argv, "--compile", form], dict(os.environ)
+            env["JAX_TRACEBACK_FILTERING"] = "off"
             done = subprocess.run(command, capture_output=True, text=True, env=env)
         error = {"error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
         forms[form] = json.loads(done.stdout) if done.returncode == 0 else error

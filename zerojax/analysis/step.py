@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh
@@ -74,10 +74,9 @@ class TrainStep(steps.TrainStep):
 
     def _choose_tiles(self, state: TrainState, batch: PyTree) -> None:
         """Chooses the tiles that are 'auto', for the first batch: none, if the step is estimated to fit without."""
-        limit = device_memory(self.config)
         if self.settings.tiles != "auto":
             return
-        chosen: Tiles | Tiling = "none"
+        limit, chosen = device_memory(self.config), cast("Tiles | Tiling", "none")
         if limit:
             without = TrainStep(self.config, dataclasses.replace(self.settings, tiles="none"), self.loss_fn, "off")
             if without.memory(state, batch).peak_bytes > _FITS * limit:

@@ -179,8 +179,8 @@ def _function(
         cotangents = [v.aval for v in select(region.outputs, floating)]
         traced, _ = jaxprs.traced(with_gradients, *own.in_avals, *cotangents)
         grads = jaxprs.with_outputs(traced, traced.jaxpr.outvars[len(region.outputs) :])
-        backward = Sliced(_without_calls(grads), [*dims, *places], region.size)
-        both = Sliced(_without_calls(traced), [*dims, *places], region.size)
+        is_one_sum = is_last and [aval.shape for aval in cotangents] == [()]
+        backward = Sliced(_without_calls(traced if is_one_sum else grads), [*dims, *places], region.size)
     except Mixed:
         return whole
     size = _even(region.size, tiling.tile_of(region.size, num_bytes(region.widest)))
@@ -195,10 +195,10 @@ def _function(
         rest = iter(values)
         return tuple(next(rest) if flag else None for flag in varied)
 
-    if is_last and [aval.shape for aval in cotangents] == [()]:
+    if is_one_sum:
         # The gradients of one sum are those of its cotangent 1, times the cotangent: they need no second pass.
         def run_with_gradients(*inputs: Array) -> tuple[list[Array], list[Array]]:
-            values = both.in_tiles(size, *inputs, jnp.ones((), cotangents[0].dtype), wide=True)
+            values = backward.in_tiles(size, *inputs, jnp.ones((), cotangents[0].dtype), wide=True)
             outputs = [a.astype(v.aval.dtype) for a, v in zip(values, region.outputs, strict=False)]
             return outputs, values[len(outputs) :]
 

@@ -44,7 +44,7 @@ class OwnedMatrices:
         leaves: the trained parameters.
         closed: the update, without nested jits.
         found: its couplings.
-        dims: how what belongs to each parameter is stored, by its number and shape; all else is whole.
+        dims: how values are sharded, by the number of their parameter and their shape. Other values are whole.
         apart: whether equal matrices are computed without others, which balances the last of them less, so that less
             is on the devices at a time.
 
