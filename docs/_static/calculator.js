@@ -74,12 +74,12 @@
     const summed = (config.microbatches > 1 ? 4 : reduce_bytes) * total;
     const head = count.head * compute_bytes;
     const chunk = Math.min(tokens, LOSS_CHUNK);
-    const logits = chunk * (model.vocab + model.width) * compute_bytes + (model.tied ? head : 0);
+    const logits = chunk * (model.vocab + model.width) * compute_bytes;
     const accumulated = config.microbatches > 1 ? (stage >= 2 ? summed / shards : summed) : 0;
     const result = {
       "at the output layer": {
         gathered: stage >= 3 ? head : 0,
-        gradients: accumulated + count.head * (4 + compute_bytes),
+        gradients: accumulated + count.head * (compute_bytes + (tokens > LOSS_CHUNK ? 4 : 0)), // a sum over chunks
         saved: saved + 3 * x_bytes,
         activations: logits,
       },

@@ -103,7 +103,7 @@ def test_bf16_rounds_as_often_as_without_chunks():
 
 
 def test_the_head_never_sees_a_row_of_zeros():
-    """Chunks are padded with a token instead of zeros, for which this head returns NaN."""
+    """This head returns NaN for zeros, with which chunks could be padded."""
     head, hidden, labels, _ = arguments()
     normalized = lambda head, x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ head["kernel"]
     loss = lambda head, x: chunked_cross_entropy(functools.partial(normalized, head), x, labels, chunk_size=20).sum
@@ -353,10 +353,10 @@ def test_chunk_size():
 @pytest.mark.parametrize(
     ("logits_of", "got"),
     [
-        (lambda x: x[:, 0], "shape (4,), dtype float32 for a chunk of 4 tokens"),
+        (lambda x: x[:, 0], "shape (8,), dtype float32 for 8 tokens"),
         (lambda x: x[:2], "shape (2, 16)"),
         (lambda x: x.astype(jnp.int32), "dtype int32"),
-        (lambda x: (x, x), "tuple for a chunk"),
+        (lambda x: (x, x), "tuple for 8 tokens"),
     ],
 )
 def test_a_head_that_returns_no_logits(logits_of, got):
