@@ -21,9 +21,9 @@ import argparse
 import json
 import math
 import os
-import subprocess
-import sys
 import time
+
+from forms import compiled_forms
 
 FORMS = ("owners", "gspmd", "adamw")
 
@@ -56,14 +56,7 @@ def main():
 
 def forms_of(args):
     """What is in the programs of all forms."""
-    from rich.console import Console
-
-    console, found = Console(stderr=True), {}
-    for form in dict.fromkeys(["adamw", *args.forms]):
-        with console.status(f"compiling {form}"):
-            done = subprocess.run([sys.executable, *sys.argv, "--compile", form], capture_output=True, text=True)
-        error = {"error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
-        found[form] = json.loads(done.stdout) if done.returncode == 0 else error
+    found = compiled_forms(dict.fromkeys(["adamw", *args.forms]))
     base = found["adamw"]
     for form in found.values():
         if "error" in form or "error" in base:

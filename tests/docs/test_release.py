@@ -17,7 +17,7 @@ import zerojax
 TEMPLATES = REPO / ".github" / "ISSUE_TEMPLATE"
 PAGE = (REPO / "docs" / "benchmarks.md").read_text()
 COMMANDS = re.findall(r"^\| `python scripts/benchmarks/(.*?)` \|", PAGE, re.MULTILINE)
-PARTS = {"gpt.py", "models.py", "plain.py", "timing.py"}  # are imported by the benchmarks
+PARTS = {"forms.py", "gpt.py", "models.py", "plain.py", "timing.py"}  # are imported by the benchmarks
 
 
 def test_the_version_is_the_same_in_all_places():
