@@ -128,6 +128,16 @@ def test_a_fusion_of_an_all_reduce_and_a_slice_of_it_is_a_reduce_scatter():
     (found,) = hlo_collectives.compiled_collectives(program(text, computations))
     assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, True)
     assert found.sent_bytes == 4096 * 7 / 8
+    several = computations.replace("f32[1024] all-reduce(%p)", "(f32[1024], f32[1024]) all-reduce(%p, %p)").replace(
+        "ROOT %r = f32[128] dynamic-slice(%sum, %i), dynamic_slice_sizes={128}",
+        """%one = f32[1024] get-tuple-element(%sum), index=0
+  %two = f32[1024] get-tuple-element(%sum), index=1
+  %r = f32[128] dynamic-slice(%one, %i), dynamic_slice_sizes={128}
+  %s = f32[128] dynamic-slice(%two, %i), dynamic_slice_sizes={128}
+  ROOT %t = (f32[128], f32[128]) tuple(%r, %s)""",
+    )
+    (both,) = hlo_collectives.compiled_collectives(program(text, several))
+    assert both == found._replace(full_bytes=8192)
     with pytest.raises(ValueError, match="chain_id"):  # if all of it is returned, it is not a reduce-scatter
         returns_all = computations.replace("dynamic-slice(%sum, %i)", "dynamic-slice(%p, %i)")
         hlo_collectives.compiled_collectives(program(text, returns_all))

@@ -28,6 +28,22 @@ from zerojax.analysis.hlo import (
     unsupported,
 )
 
+# The primitives of JAX that move data between devices, each with its name in compiled programs.
+COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "all_to_all": "all-to-all",
+    "pbroadcast": "collective-broadcast",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "unreduced_psum": "all-reduce",
+    "unreduced_reduce_scatter": "reduce-scatter",
+}
 _COLLECTIVES = frozenset(
     ["all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"]
 )
@@ -42,6 +58,8 @@ class Collective(NamedTuple):
         group: the devices of one of its groups.
         trips: the number of times it runs in a step.
         exposed: whether no matrix product is scheduled between its start and its end.
+        inserted: whether the compiler inserted it, along an axis that is left to it: it has no name of an operation,
+            or that of one that is no collective.
     """
 
     kind: str
@@ -51,6 +69,7 @@ class Collective(NamedTuple):
     trips: int
     looped: bool
     exposed: bool
+    inserted: bool = False
 
     @property
     def group_size(self) -> int:
@@ -152,10 +171,12 @@ def _collective_of(i: Instruction) -> Instruction | None:
 
 
 def _is_reduce_scatter(fusion: Instruction, core: Instruction) -> bool:
-    """Whether a fusion is a reduce-scatter: an all-reduce of which it returns a slice, and not part of a chain."""
+    """Whether a fusion is a reduce-scatter: an all-reduce of which it returns slices, and not part of a chain."""
     root = fusion.called["calls"][0].root
-    sliced = core.op == "all-reduce" and root.op == "dynamic-slice" and root.operands[0] is core
-    return sliced and "chain_id=" not in core.attributes
+    of_core = lambda i: i is core or (i.op == "get-tuple-element" and i.operands[0] is core)
+    slices = root.operands if root.op == "tuple" else (root,)
+    are_sliced = all(i.op == "dynamic-slice" and of_core(i.operands[0]) for i in slices)
+    return core.op == "all-reduce" and are_sliced and "chain_id=" not in core.attributes
 
 
 def communicates(instruction: Instruction) -> bool:
@@ -221,7 +242,9 @@ def split_by_dtype(
     for buffer in (b for operand in core.operands for b in operand.buffers):
         full_bytes = buffer.num_bytes * (len(group) if kind == "all-gather" else 1)
         sizes[buffer.dtype] = sizes.get(buffer.dtype, 0) + full_bytes
-    return [Collective(kind, dtype, size, group, trips, looped, exposed) for dtype, size in sizes.items()]
+    operation = re.search(r'op_name="(?:[^"]*/)?(\w+)', core.attributes)
+    inserted = operation[1] not in COLLECTIVES if operation else "metadata={" in core.attributes
+    return [Collective(kind, dtype, size, group, trips, looped, exposed, inserted) for dtype, size in sizes.items()]
 
 
 def _group_of(collective: Instruction, num_devices: int) -> tuple[int, ...]:

@@ -17,28 +17,12 @@ from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
 from zerojax.analysis.hardware import Chip
-from zerojax.analysis.hlo_collectives import Collective
+from zerojax.analysis.hlo_collectives import COLLECTIVES, Collective
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.utils.typing import AnyMesh
 
 Space: TypeAlias = jax.memory.Space  # pyright: ignore[reportInvalidTypeForm]
-# The primitives that move data between devices, each with its name in compiled programs.
-COLLECTIVES = {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_gather_reduced": "all-gather",
-    "all_to_all": "all-to-all",
-    "pbroadcast": "collective-broadcast",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "ppermute": "collective-permute",
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "unreduced_psum": "all-reduce",
-    "unreduced_reduce_scatter": "reduce-scatter",
-}
 _UNSUPPORTED_PRIMITIVES = frozenset({"precv", "psend", "ragged_all_to_all"})  # and primitives with a start and an end
 # Primitives with an unknown number of flops: kernels, ragged products, and computations on a part of the devices.
 _UNKNOWN_PRODUCTS = frozenset(
