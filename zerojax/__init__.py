@@ -12,6 +12,7 @@ from zerojax.analysis.explanation import Explanation
 from zerojax.analysis.findings import Audit, Finding, Verdict
 from zerojax.analysis.step import audit_step
 from zerojax.analysis.visualize import visualize
+from zerojax.contrib.attention import attention
 from zerojax.contrib.losses import chunked_cross_entropy
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.processes import initialize
@@ -42,6 +43,7 @@ __all__ = [
     "Whole",
     "Zero",
     "__version__",
+    "attention",
     "audit_step",
     "checkpoints",
     "chunked_cross_entropy",

@@ -1,8 +1,15 @@
 """The collectives of ZeRO, for the leaves of one unit: all_gather of shards, reduce_scatter or all_reduce of gradients.
 
-They run inside `shard_map`, manual over the axes of `Axes`. Leaves whose full form is small are packed into one buffer
-and share a collective, and so are those that are sent in blocks of 8 bits (`comm.blocks`). If a leaf is also divided
-over a `model` axis, each device communicates the part that it holds.
+They run inside `shard_map`, manual over the axes that split the rows of a batch. Leaves whose full form is small are
+packed into one buffer and share a collective, and so are those that are sent in blocks of 8 bits (`comm.blocks`). If a
+leaf is also divided over a `model` axis, each device communicates the part that it holds.
+
+Along an axis `context`, which is left to the compiler, the shards of a leaf are gathered in the same collective. Of its
+gradient, devices have terms from the tokens that they hold. The compiler sums these where the gradient has to be
+divided, which makes a reduce-scatter over `context`, and the explicit one over the other axes follows:
+
+    gather    shards [.., n/N, ..] ────────────── all_gather over data x context ─────────► [.., n, ..]
+    reduce    [.., n, ..] ── the compiler, over context ──► [.., n/C, ..] ── psum_scatter ──► [.., n/N, ..]
 
 `CollectiveOptions.bucket_bytes` limits the size of each collective: packs are no larger, and a larger leaf is
 communicated in pieces, in a loop. Each collective then waits for the previous one. Otherwise compilers would merge them
@@ -20,12 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from zerojax.comm import blocks
 from zerojax.comm.buckets import SMALL_BYTES, Pieces, fused
 from zerojax.comm.rows import gather_rows, row_major, sum_rows
 from zerojax.comm.schedule import after, event
-from zerojax.sharding.axes import REPLICATED, Axes, Dims
+from zerojax.sharding.axes import CONTEXT, REPLICATED, Axes, Dims
 from zerojax.utils.typing import Array, PyTree
 
 T = TypeVar("T")
@@ -77,12 +85,15 @@ class Turns:
 
 
 def _on_held_parts(
-    fn: Callable[[list[Array], Turns], list[Array]], dims: Sequence[Dims] | None, options: CollectiveOptions
+    fn: Callable[[list[Array], Turns], list[Array]],
+    specs: tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]] | None,
+    options: CollectiveOptions,
 ) -> Callable[[Sequence[Array], Sequence[Array]], Communicated]:
     """Makes `fn(leaves, turns)` a function of (leaves, the events that no collective starts before).
 
-    With `dims`, `fn` is manual over all axes of the mesh: it sees the part of each leaf that a device holds. Axes that
-    are left to the compiler cost communication. XLA's partitioner does not propagate a sharding through an all-gather
+    With `specs`, of the leaves and of the results over the axes that are left to the compiler, `fn` is manual over all
+    axes of the mesh: it sees the part of each leaf that a device holds. Axes that are left to the compiler cost
+    communication. XLA's partitioner does not propagate a sharding through an all-gather
     or a reduce-scatter over manual axes, but gathers over the other axes first. On CPUs it also aborts on a reduction
     over manual axes in a 16-bit dtype: the combiner that JAX emits has a sharding constraint, which becomes a copy.
     Both were observed with jax 0.10.2 and 0.12.
@@ -94,11 +105,15 @@ def _on_held_parts(
 
     run = on_parts
     names = jax.sharding.get_abstract_mesh().auto_axes
-    if names and dims is not None:
-        specs: PyTree = [each.model_spec for each in dims]
-        out_specs = Communicated(specs, REPLICATED)
+    if names and specs is not None:
+        of_leaves: PyTree = list(specs[0])
+        of_results: PyTree = list(specs[1])
         run = jax.shard_map(
-            on_parts, in_specs=(specs, REPLICATED), out_specs=out_specs, axis_names={*names}, check_vma=False
+            on_parts,
+            in_specs=(of_leaves, REPLICATED),
+            out_specs=Communicated(of_results, REPLICATED),
+            axis_names={*names},
+            check_vma=False,
         )
     return lambda leaves, waits: run(list(leaves), list(waits))
 
@@ -163,7 +178,13 @@ def all_gather(
     Cost: receives (N-1)/N of the sharded leaves' full bytes, and holds the full leaves; 1/M of both for a leaf that is
     also divided over M devices of other axes. A leaf that is gathered in pieces is copied from them.
     """
-    return _on_held_parts(lambda parts, turns: _gather(parts, dims, axes, turns, rows), dims, options)(shards, waits)
+    specs = _stored_specs(dims, axes), [each.model_spec for each in dims]
+    return _on_held_parts(lambda parts, turns: _gather(parts, dims, axes, turns, rows), specs, options)(shards, waits)
+
+
+def _stored_specs(dims: Sequence[Dims], axes: Axes) -> list[PartitionSpec]:
+    """The specs of shards over the axes that are left to the compiler."""
+    return [each.model_spec if axes.num_context == 1 else each.stored_spec for each in dims]
 
 
 def _gather(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Turns, rows: bool) -> list[Array]:
@@ -257,13 +278,22 @@ def reduce_scatter(
 
     Cost: sends (N-1)/N of the sharded leaves' full bytes, and 2(N-1)/N of the others'.
     """
-    return _on_held_parts(lambda parts, turns: _scatter(parts, dims, axes, turns, rows), dims, options)(grads, waits)
+    of_rows = axes.of_rows
+    pad = lambda grads: [each.padding.pad(grad) for grad, each in zip(grads, dims, strict=True)]
+    if axes.num_context == 1:
+        specs = [each.model_spec for each in dims]
+        scatter = lambda parts, turns: _scatter(pad(parts), dims, axes, turns, rows)
+        return _on_held_parts(scatter, (specs, specs), options)(grads, waits)
+
+    scatter = lambda parts, turns: _scatter(parts, dims, of_rows, turns, rows)
+    specs = _stored_specs(dims, axes)
+    return _on_held_parts(scatter, (specs, specs), options)(pad(grads), waits)
 
 
 def _scatter(grads: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Turns, rows: bool) -> list[Array]:
+    """The shards of gradients, which have their zeros already, and of which a device along `context` has its part."""
     if axes.num_shards == 1:
         return list(grads)
-    grads = [each.padding.pad(grad) for grad, each in zip(grads, dims, strict=True)]
     shards = list(grads)
     coded = [i for i, each in enumerate(dims) if each.wire.scatter and each.shard is not None]
     packs, alone = _packs(grads, dims, 1, turns.options.bucket_bytes, coded)
@@ -308,7 +338,7 @@ def exchange_rows(
     Cost: sends (N-1)/N of the bytes.
     """
     move = lambda parts, turns: [_exchange_rows(parts[0], axes, turns)]
-    return _on_held_parts(move, [Dims(None)], options)([rows], waits)
+    return _on_held_parts(move, ([REPLICATED], [REPLICATED]), options)([rows], waits)
 
 
 def _exchange_rows(rows: Array, axes: Axes, turns: Turns) -> Array:
@@ -366,13 +396,19 @@ def all_reduce(
     options: CollectiveOptions = LEAVES_WHOLE,
     dims: Sequence[Dims] | None = None,
     waits: Sequence[Array] = (),
+    are_shards: bool = False,
 ) -> Communicated:
-    """Sums each value over the axes `names`, in as few collectives as `bucket_bytes` allows. Leaves have `dims`.
+    """Sums each value over the axes `names`, in as few collectives as `bucket_bytes` allows.
+
+    Leaves, or their shards, have `dims`. Along `context`, the compiler sums.
 
     Cost: sends 2(N-1)/N of the bytes; nothing if there is a single device along the axes.
     """
-
-    return _on_held_parts(lambda parts, turns: _sum(parts, names, axes, turns), dims, options)(values, waits)
+    specs = None
+    if dims is not None:
+        of_leaves = _stored_specs(dims, axes) if are_shards else [each.model_spec for each in dims]
+        specs = of_leaves, of_leaves
+    return _on_held_parts(lambda parts, turns: _sum(parts, names, axes, turns), specs, options)(values, waits)
 
 
 def _sum(values: Sequence[Array], names: tuple[str, ...], axes: Axes, turns: Turns) -> list[Array]:
@@ -410,8 +446,15 @@ def _on_replicated(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return jax.shard_map(fn, in_specs=REPLICATED, out_specs=REPLICATED, axis_names={*names}, check_vma=False)
 
 
+def along_context(fn: Callable[..., T], axes: Axes, in_specs: PyTree, out_specs: PyTree) -> Callable[..., T]:
+    """Makes `fn` manual over the axis `context`, if there is one. The specs say what is divided over it."""
+    if axes.num_context == 1:
+        return fn
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={CONTEXT}, check_vma=False)
+
+
 def gather_data(values: Array, axes: Axes) -> Array:
-    """The values of all devices along the shard axes, concatenated in dim 0.
+    """The values of all devices along the shard axes, concatenated in dim 0. It runs in `along_context`.
 
     Cost: receives (N-1)/N of the bytes of the result.
     """

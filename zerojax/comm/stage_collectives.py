@@ -71,12 +71,19 @@ class StageCollectives:
         return self.precision.wire_dtype(dtype) if self.stage.shards_grads else dtype
 
     def shard_shape(self, shape: Shape, dims: Dims) -> Shape:
-        """The shape in which the stage keeps the gradient of a leaf."""
+        """The shape in which the stage keeps the gradient of a leaf. The compiler divides it along `context`."""
+        return self._cut(shape, dims, self.axes.of_rows.num_shards)
+
+    def device_shape(self, shape: Shape, dims: Dims) -> Shape:
+        """As `shard_shape`, of what a device holds where `context` is manual too."""
+        return self._cut(shape, dims, self.axes.num_shards)
+
+    def _cut(self, shape: Shape, dims: Dims, count: int) -> Shape:
         dim = dims.shard
         if dim is None or not self.stage.shards_grads:
             return shape
         stored = dims.padding.stored_shape(shape)
-        return (*stored[:dim], stored[dim] // self.axes.num_shards, *stored[dim + 1 :])
+        return (*stored[:dim], stored[dim] // count, *stored[dim + 1 :])
 
     def reduce_transposed(
         self,
@@ -115,12 +122,15 @@ def over_replicas(
     axes: Axes,
     options: CollectiveOptions = LEAVES_WHOLE,
     waits: Sequence[Array] = (),
+    are_shards: bool = True,
 ) -> Communicated:
     """Sums gradients, which are reduced over the shard axes, over the replica axes: to pieces, if it divides shards."""
+    if axes.num_replicas == 1:
+        return Communicated(list(grads), options.next_waits_for(list(waits)))
     if axes.outer:
         pieces = [each.of_shard for each in dims]
         return collectives.reduce_scatter(grads, pieces, axes.between, options, waits, rows=True)
-    return collectives.all_reduce(grads, axes.replica, axes, options, dims, waits)
+    return collectives.all_reduce(grads, axes.replica, axes, options, dims, waits, are_shards)
 
 
 def accumulate(totals: dict[int, Array], key: int, value: Array) -> None:

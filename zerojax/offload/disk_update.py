@@ -33,8 +33,8 @@ from zerojax.comm.buckets import Pieces
 from zerojax.offload import host_pieces
 from zerojax.offload.disk import Buffer, DiskFile, Member, aligned, local_shards, shard_numbers, shards_of
 from zerojax.offload.streamed_update import Arrays, Fixed, StreamedUpdate
-from zerojax.step.config import shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
+from zerojax.step.over_data import shard_map_over_data
 from zerojax.step.state import TrainState, shardings
 from zerojax.step.update import StepGrads, Updated, gather_params
 from zerojax.utils.typing import Array

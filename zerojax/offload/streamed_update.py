@@ -51,7 +51,8 @@ from zerojax.sharding.optimizer_placement import Stored
 from zerojax.sharding.padding import NO_PADDING
 from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
-from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.config import ZeroConfig
+from zerojax.step.over_data import leaf_specs, shard_map_over_data
 from zerojax.step.owned_matrices import OwnedMatrices
 from zerojax.step.state import StateLayout, TrainState, optimizer_shardings
 from zerojax.step.update import StepGrads, Updated

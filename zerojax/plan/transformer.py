@@ -19,6 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from zerojax.analysis.hardware import Chip
+from zerojax.contrib.attention import attention
 from zerojax.contrib.losses import chunked_cross_entropy
 from zerojax.step.losses import Weighted
 from zerojax.utils.typing import Array, PyTree
@@ -302,7 +303,7 @@ def blockwise_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: 
 
 def cudnn_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
     """Fused attention by cuDNN, for programs for GPUs in bfloat16 or float16."""
-    return jax.nn.dot_product_attention(q_BSHd, k_BSKd, v_BSKd, is_causal=is_causal, implementation="cudnn")
+    return attention(q_BSHd, k_BSKd, v_BSKd, is_causal=is_causal, implementation="cudnn")
 
 
 def widest_fused_head(compute_capability: tuple[int, int]) -> int:

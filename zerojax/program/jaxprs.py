@@ -198,11 +198,13 @@ def constraints(jaxpr: Jaxpr, axes: Collection[str]) -> Iterator[tuple[Partition
 def partitioned_kernels(
     jaxpr: Jaxpr, called_at: TracebackType | None = None
 ) -> Iterator[tuple[str, TracebackType | None]]:
-    """Yields (name, traceback) of each kernel outside of `shard_map` whose partitioning JAX asks a Python function
-    for. The traceback is that of the enclosing `custom_vjp`, if any: inside of it, JAX starts a new one."""
+    """Yields (name, traceback) of each kernel outside of `shard_map` that JAX does not divide there: those of Pallas,
+    and those whose partitioning it asks a Python function for. The traceback is that of the enclosing `custom_vjp`, if
+    any: inside of it, JAX starts a new one."""
     for equation in jaxpr.eqns:
         name, trace = equation.primitive.name, called_at or traceback_of(equation)
-        if name in FUSED_ATTENTION or name == "custom_partitioning":
+        is_pallas = name == "pallas_call" and not equation.params.get("interpret")
+        if name in FUSED_ATTENTION or name == "custom_partitioning" or is_pallas:
             yield name, trace
         elif name != "shard_map":
             for inner in sub_jaxprs(equation):

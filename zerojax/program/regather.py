@@ -24,11 +24,11 @@ from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
 from zerojax.comm.schedule import event, floating_after
-from zerojax.program import gradient_paths, jaxprs
+from zerojax.program import context, gradient_paths, jaxprs
 from zerojax.program.gradient_paths import is_differentiable
 from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.program.remat import NO_REMAT, Place, Remat
-from zerojax.sharding.axes import REPLICATED
+from zerojax.sharding.axes import CONTEXT, REPLICATED
 from zerojax.utils.flags import merge, negate, replaced, select
 from zerojax.utils.typing import Array, Aval, Shape
 
@@ -49,11 +49,16 @@ class SavedValue(NamedTuple):
     def store(self, value: Array) -> Array:
         """Moves a value to its place."""
         part = value if self.dim is None else partition(value, self.dim)
-        return jax.device_put(part, jax.memory.Space.Host) if self.place is Place.HOST else part
+        if self.place is not Place.HOST:
+            return part
+        return jax.device_put(context.divided(part, context.token_dim(part.shape)), jax.memory.Space.Host)
 
     def event(self, value: Array) -> list[Array]:
         """An event of the stored value."""
-        return event([value]) if self.dim is None else on_parts(lambda part: event([part]), self.dim)(value)
+        first = lambda part: event([part])
+        if self.dim is not None:
+            return on_parts(first, self.dim)(value)
+        return context.on_parts(first, context.token_dim(value.shape))(value)
 
 
 class Gradients(NamedTuple):
@@ -357,9 +362,10 @@ def on_parts(fn: Callable[[Array], T], dim: int) -> Callable[[Array], T]:
 
 
 def _axes() -> tuple[tuple[str, ...], int]:
-    """(names of the axes that are not manual, number of devices along them)."""
+    """(names of the axes along which devices have the same inputs, number of devices along them)."""
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(mesh.auto_axes), math.prod(mesh.shape[name] for name in mesh.auto_axes)
+    names = tuple(name for name in mesh.auto_axes if name != CONTEXT)
+    return names, math.prod(mesh.shape[name] for name in names)
 
 
 def _manual(fn: Callable[[Array], T], in_specs: PartitionSpec, out_specs: PartitionSpec) -> Callable[[Array], T]:

@@ -76,6 +76,7 @@ class Sliced:
         anywhere: whether it runs for slices whose place is not known. They may be larger than the whole.
 
     Attributes:
+        dims: of the inputs that are sliced.
         places: of each output.
         scales: of each output.
 
@@ -90,12 +91,13 @@ class Sliced:
         scales: Sequence[int] | None = None,
         anywhere: bool = False,
     ):
-        self._closed, self._dims, self._size, self._anywhere = closed, list(dims), size, anywhere
+        self._closed, self._size, self._anywhere = closed, size, anywhere
         jaxpr = closed.jaxpr
         inputs = zip(jaxpr.invars, dims, scales or [1] * len(dims), strict=True)
-        sliced = {v: (dim, scale) for v, dim, scale in inputs if dim is not None}
-        self._places: dict[Var, Place] = {v: dim for v, (dim, _) in sliced.items()}
-        self._scales = {v: scale for v, (_, scale) in sliced.items()}
+        sliced = [(v, dim, scale) for v, dim, scale in inputs if dim is not None]
+        self.dims: dict[Var, int] = {v: dim for v, dim, _ in sliced}
+        self._places: dict[Var, Place] = dict(self.dims)
+        self._scales = {v: scale for v, _, scale in sliced}
         self._producer = {v: e for e in jaxpr.eqns for v in e.outvars}
         self._steps: list[_Step] = []
         for equation in jaxpr.eqns:
@@ -243,8 +245,8 @@ class Sliced:
 
     def on_slice(self, args: Sequence[Array], at: Slice) -> list[Array]:
         """The outputs for a slice, from slices of the inputs that are sliced and the others whole."""
-        whole = self._whole(args)
-        scope = {v: whole[v] for v, dim in zip(self._closed.jaxpr.invars, self._dims, strict=True) if dim is not None}
+        whole = self.whole(args)
+        scope = {v: whole[v] for v in self.dims}
         return self._outputs(whole, scope, at)
 
     def in_tiles(self, tile: int, *args: Array, wide: bool = False) -> list[Array]:
@@ -253,18 +255,29 @@ class Sliced:
         Sums are added in fp32; with `wide`, they are returned so. If `tile` does not divide the size, the last slice is
         smaller, and its operations are compiled too.
         """
-        outputs, whole = self._closed.jaxpr.outvars, self._whole(args)
-        sliced = [(v, dim) for v, dim in zip(self._closed.jaxpr.invars, self._dims, strict=True) if dim is not None]
-        ready = events([whole[v] for v, _ in sliced])
+        return self.part_in_tiles(tile, self.whole(args), self._size, 0, wide)
+
+    def part_in_tiles(
+        self, tile: int, whole: dict[Var, Array], size: int, offset: ArrayLike, wide: bool = False
+    ) -> list[Array]:
+        """As `in_tiles`, for a part of the whole: `size` elements from `offset` on.
+
+        What is sliced of the inputs and outputs is that of the part. `whole` has the inputs, and the other values of
+        `self.whole`.
+        """
+        outputs = self._closed.jaxpr.outvars
+        ready = events([whole[v] for v in self.dims])
 
         def start(atom: Atom, place: Place) -> Array | None:
             """Room for an output, which compilers would otherwise take early."""
-            dtype = _wide(atom.aval.dtype) if place is SUM else atom.aval.dtype
-            return None if place is None else zeros_after(atom.aval.shape, dtype, ready)
+            dtype, shape = _wide(atom.aval.dtype) if place is SUM else atom.aval.dtype, list(atom.aval.shape)
+            if isinstance(place, int):
+                shape[place] = shape[place] // self._size * size
+            return None if place is None else zeros_after(tuple(shape), dtype, ready)
 
-        def step(first: ArrayLike, size: int, found: list[Array | None]) -> list[Array | None]:
-            scope = {v: lax.dynamic_slice_in_dim(whole[v], first, size, dim) for v, dim in sliced}
-            values, results = self._outputs(whole, scope, Slice(size, first)), list[Array | None]()
+        def step(first: ArrayLike, count: int, found: list[Array | None]) -> list[Array | None]:
+            scope = {v: lax.dynamic_slice_in_dim(whole[v], first, count, dim) for v, dim in self.dims.items()}
+            values, results = self._outputs(whole, scope, Slice(count, offset + first)), list[Array | None]()
             for place, scale, before, value in zip(self.places, self.scales, found, values, strict=True):
                 if before is None:
                     results.append(None)
@@ -274,7 +287,7 @@ class Sliced:
                     results.append(lax.dynamic_update_slice_in_dim(before, value, first * scale, cast("int", place)))
             return results
 
-        count, rest = divmod(self._size, tile)
+        count, rest = divmod(size, tile)
         found = list(map(start, outputs, self.places))
         whole_tiles = lambda k, found: step(k * tile, tile, found)
         if count <= _UNROLLED and not wide:
@@ -287,7 +300,7 @@ class Sliced:
             for atom, a in zip(outputs, found, strict=True)
         ]
 
-    def _whole(self, args: Sequence[Array]) -> dict[Var, Array]:
+    def whole(self, args: Sequence[Array]) -> dict[Var, Array]:
         """The inputs, and what is computed once."""
         jaxpr = self._closed.jaxpr
         scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self._closed.consts, *args], strict=True))

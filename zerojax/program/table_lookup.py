@@ -23,17 +23,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.sharding import PartitionSpec
 
 from zerojax.comm import collectives as communication
 from zerojax.comm.schedule import Schedule, event, zeros_after
 from zerojax.comm.stage_collectives import StageCollectives
-from zerojax.program import jaxprs
+from zerojax.program import context, jaxprs
 from zerojax.program.gradient_paths import is_differentiable
 from zerojax.program.jaxprs import Equation, RowLookup, Var
 from zerojax.program.part import GradientSink, Part, PlannedPart, Weights
 from zerojax.program.segmentation import View
+from zerojax.sharding.axes import REPLICATED, Dims
 from zerojax.sharding.padding import Padding
-from zerojax.utils.typing import Array, Aval, PyTree
+from zerojax.utils.typing import Array, Aval, PyTree, Shape
 
 
 def looks_up_shards(collectives: StageCollectives, leaves: Sequence[Aval], equation: Equation, view: View) -> bool:
@@ -50,6 +52,8 @@ def looks_up_shards(collectives: StageCollectives, leaves: Sequence[Aval], equat
     row_dim = view.order[lookup.dim]
     is_divided_elsewhere = any(entry and d != row_dim for d, entry in enumerate(dims.model_spec))
     if dims.shard in (None, row_dim) or is_divided_elsewhere or not is_differentiable(leaf):
+        return False
+    if context.token_dim(equation.invars[1].aval.shape[:-1]) is None:
         return False
     indices, table_bytes = equation.invars[1].aval, leaf.size * leaf.dtype.itemsize
     index_bytes = collectives.axes.num_shards * indices.dtype.itemsize
@@ -111,18 +115,38 @@ class TableLookup(Part):
     ) -> TableLookupWithBackward:
         return TableLookupWithBackward(self, self.segment.outputs, (), frozenset())  # indices have no gradient
 
+    @property
+    def specs(self) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+        """The specs over `context` of the leaf's shard, of the indices and of the result."""
+        indices = self.segment.inputs[0].aval
+        place = context.token_dim(indices.shape[:-1])
+        assert place is not None
+        result = [d for d in range(self.segment.outputs[0].aval.ndim) if d not in self.lookup.offset_dims][place]
+        dims = Dims(self.collectives.dims[self.view.leaf].shard)
+        return dims.stored_spec, context.spec(place), context.spec(result)
+
     def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
-        indices = data[0].reshape(-1, 1)
-        (table,) = weights.shards([self.view.leaf])
+        stage, axes = self.collectives.stage, self.collectives.axes
+
+        def of_tokens(table: Array, indices: Array) -> tuple[Array, list[Array]]:
+            rows = self._in_pieces(table, indices.reshape(-1, 1))
+            return self.arrange(rows, indices.shape[:-1]), event([rows])
+
+        shard, of_indices, of_result = self.specs
+        in_specs = shard if stage.shards_params else REPLICATED, of_indices
+        run = communication.along_context(of_tokens, axes, in_specs, (of_result, REPLICATED))
+        rows, events = run(*weights.shards([self.view.leaf]), data[0])
+        if stage.shards_params and schedule.is_first_gather():
+            schedule.gathered(events)  # the first unit computes from the rows: its weights come after them
+        return [rows]
+
+    def _in_pieces(self, table: Array, indices: Array) -> Array:
+        """The rows [count, ...] of the leaf, in collectives no larger than a bucket."""
         piece = self.piece(len(indices))
         if piece == len(indices):
-            rows = self._rows(table, indices)
-        else:
-            rows = lax.map(lambda part: self._rows(table, part), indices.reshape(-1, piece, 1))
-            rows = rows.reshape(-1, *rows.shape[2:])
-        if self.collectives.stage.shards_params and schedule.is_first_gather():
-            schedule.gathered(event([rows]))  # the first unit computes from the rows: its weights come after them
-        return [self.arrange(rows)]
+            return self._rows(table, indices)
+        rows = lax.map(lambda part: self._rows(table, part), indices.reshape(-1, piece, 1))
+        return rows.reshape(-1, *rows.shape[2:])
 
     def rows_shape(self, count: int) -> tuple[int, ...]:
         return (count, *self.table.shape[: self.lookup.dim], *self.table.shape[self.lookup.dim + 1 :])
@@ -146,12 +170,11 @@ class TableLookup(Part):
         """The inverse of `_to_rows`."""
         return communication.exchange(self.padding.pad(rows)[None], self.collectives.axes, self.padding.dim + 1, 0)
 
-    def arrange(self, rows: Array) -> Array:
+    def arrange(self, rows: Array, indices_shape: Shape) -> Array:
         """The result of the equation, from rows of the leaf: cast, transposed and reshaped like the view."""
         rows = self.view.cast(rows)
         kept = [d for d in range(self.table.ndim) if d != self.lookup.dim]
         order = [kept.index(d) + 1 for d in self.view.order if d != self.lookup.dim]
-        indices_shape = self.segment.inputs[0].aval.shape[:-1]
         rows = lax.transpose(rows, (0, *order)).reshape(*indices_shape, *(rows.shape[d] for d in order))
         last = range(len(indices_shape), rows.ndim)
         return jnp.moveaxis(rows, list(last), self.lookup.offset_dims)
@@ -171,30 +194,42 @@ class TableLookupWithBackward(PlannedPart):
     part: TableLookup
 
     def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], PyTree]:
-        return self.part.evaluate(weights, data, schedule), data[0].reshape(-1, 1)
+        return self.part.evaluate(weights, data, schedule), data[0]
 
     def backward(
         self, weights: Weights, saved: PyTree, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
     ) -> tuple[dict[int, Array], list[Array]]:
-        part, collectives = self.part, self.part.collectives
-        table, leaf = part.table, part.view.leaf
+        part, collectives, leaf = self.part, self.part.collectives, self.part.view.leaf
+        shard, of_indices, of_result = part.specs
+        run = communication.along_context(self._gradient, collectives.axes, (of_indices, of_result), shard)
+        return {leaf: run(saved, cotangents[0])}, []
+
+    def _gradient(self, indices: Array, cotangents: Array) -> Array:
+        """The gradient of this device's shard, from the cotangents of the rows that it has looked up."""
+        part, collectives, table = self.part, self.part.collectives, self.part.table
+        wire_dtype = collectives.precision.wire_dtype(table.dtype)
 
         # The cotangents of rows of the leaf.
-        rows_aval = jax.ShapeDtypeStruct(part.rows_shape(len(saved)), table.dtype)
-        (grads,) = jax.linear_transpose(part.arrange, rows_aval)(cotangents[0])
+        count = math.prod(indices.shape)
+        rows_aval = jax.ShapeDtypeStruct(part.rows_shape(count), table.dtype)
+        arrange = lambda rows: part.arrange(rows, indices.shape[:-1])
+        (grads,) = jax.linear_transpose(arrange, rows_aval)(cotangents)
+        indices = indices.reshape(-1, 1)
 
         # Add them to the shard, in pieces.
         wide = jnp.promote_types(table.dtype, jnp.float32)  # many tokens may share a row
 
         def add(total: Array, piece: tuple[Array, Array]) -> tuple[Array, None]:
-            indices, grads = part.all_indices(piece[0]), part.to_parts(piece[1]).astype(wide)
-            return add_rows(part.lookup, total, indices, grads.reshape(len(indices), *grads.shape[2:])), None
+            all_indices, grads = part.all_indices(piece[0]), part.to_parts(piece[1]).astype(wide)
+            return add_rows(part.lookup, total, all_indices, grads.reshape(-1, *grads.shape[2:])), None
 
         # Compilers otherwise fill the table with zeros long before, as that depends on nothing.
-        total = zeros_after(collectives.shard_shape(table.shape, collectives.dims[leaf]), wide, event([grads]))
-        count = part.piece(len(saved))
-        if count == len(saved):
-            total, _ = add(total, (saved, grads))
+        shape = collectives.device_shape(table.shape, collectives.dims[part.view.leaf])
+        total, piece = zeros_after(shape, wide, event([grads])), part.piece(count)
+        if piece == count:
+            total, _ = add(total, (indices, grads))
         else:
-            total, _ = lax.scan(add, total, jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]), (saved, grads)))
-        return {leaf: total.astype(collectives.precision.wire_dtype(table.dtype))}, []
+            total, _ = lax.scan(
+                add, total, jax.tree.map(lambda a: a.reshape(-1, piece, *a.shape[1:]), (indices, grads))
+            )
+        return total.astype(wire_dtype)

@@ -18,14 +18,16 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from zerojax.program import gradient_paths, jaxprs, slices
+from zerojax.program import context, gradient_paths, jaxprs, slices
 from zerojax.program.gradient_paths import is_differentiable
 from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Var
 from zerojax.program.regions import Region, find_regions, num_bytes, with_results
-from zerojax.program.sliced import Mixed, Sliced
+from zerojax.program.sliced import SUM, Mixed, Sliced
 from zerojax.program.slices import Link
+from zerojax.sharding.axes import CONTEXT
 from zerojax.utils.flags import merge, negate, select
 from zerojax.utils.typing import Array, Shape
 
@@ -102,7 +104,7 @@ def _tiled(
     inner = {id(equation): inside(equation) for equation in jaxpr.eqns}
 
     # Replace the equations of each region by one function.
-    regions = find_regions(closed, of_weights, tiling.tile_of)
+    regions = find_regions(closed, of_weights, lambda *size: _tile_of(tiling, *size))
     place = {id(equation): k for k, equation in enumerate(jaxpr.eqns)}
     last = max(regions, key=lambda region: place[id(region.equations[-1])], default=None) if runs_once else None
     functions = [_function(closed, region, active, tiling, found, region is last) for region in regions]
@@ -183,12 +185,15 @@ def _function(
         backward = Sliced(_without_calls(traced if is_one_sum else grads), [*dims, *places], region.size)
     except Mixed:
         return whole
-    size = _even(region.size, tiling.tile_of(region.size, num_bytes(region.widest)))
+    size = region.size // context.size()  # of a device
+    tile = _even(size, _tile_of(tiling, region.size, num_bytes(region.widest)) // context.size())
     line = next(filter(None, map(jaxprs.user_line, reversed(region.equations))), None)
-    found.append(Tiled(region.widest.aval.shape, num_bytes(region.widest), region.size, size, line))
+    found.append(Tiled(region.widest.aval.shape, num_bytes(region.widest), size, tile, line))
 
     # Compute in tiles.
-    compute = jax.custom_vjp(functools.partial(forward.in_tiles, size))
+    run_forward = _InTiles(forward, size, tile)
+    run_both = _InTiles(backward, size, tile)
+    compute = jax.custom_vjp(lambda *inputs: run_forward.totals(run_forward(*inputs)))
     dtypes = [v.aval.dtype for v in select(region.inputs, varied)]
 
     def of_inputs(values: Sequence[Array]) -> tuple[Array | None, ...]:
@@ -198,22 +203,67 @@ def _function(
     if is_one_sum:
         # The gradients of one sum are those of its cotangent 1, times the cotangent: they need no second pass.
         def run_with_gradients(*inputs: Array) -> tuple[list[Array], list[Array]]:
-            values = backward.in_tiles(size, *inputs, jnp.ones((), cotangents[0].dtype), wide=True)
+            values = run_both(*inputs, jnp.ones((), cotangents[0].dtype), wide=True)
             outputs = [a.astype(v.aval.dtype) for a, v in zip(values, region.outputs, strict=False)]
-            return outputs, values[len(outputs) :]
+            return run_both.totals(outputs), values[len(outputs) :]
 
         def scale_gradients(grads: list[Array], given: list[Array]) -> tuple[Array | None, ...]:
             (factor,) = select(given, floating)
-            return of_inputs([(g * factor).astype(dtype) for g, dtype in zip(grads, dtypes, strict=True)])
+            scaled = [(g * factor).astype(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+            return of_inputs(run_both.totals(scaled, len(region.outputs)))
 
         compute.defvjp(run_with_gradients, scale_gradients)
     else:
 
         def run_backward(inputs: list[Array], given: list[Array]) -> tuple[Array | None, ...]:
-            return of_inputs(backward.in_tiles(size, *inputs, *select(given, floating)))
+            return of_inputs(run_both.totals(run_both(*inputs, *select(given, floating))))
 
         compute.defvjp(lambda *inputs: (compute(*inputs), list(inputs)), run_backward)
     return compute
+
+
+class _InTiles(NamedTuple):
+    """Runs a function in tiles, on the tokens that each device along `context` has, if there is such an axis.
+
+    Sums over tokens are then terms of these devices, [C, ..], until `totals` adds them. Compilers would otherwise add
+    the terms of each tile.
+    """
+
+    sliced: Sliced
+    size: int  # the tokens of a device
+    tile: int  # those in a tile
+
+    def __call__(self, *inputs: Array, wide: bool = False) -> list[Array]:
+        """The outputs, with sums as terms. With `wide`, these are in fp32."""
+        if context.size() == 1:
+            return self.sliced.in_tiles(self.tile, *inputs, wide=wide)
+
+        whole, sliced, places = self.sliced.whole(inputs), self.sliced, self.sliced.places
+        spec = lambda place: context.spec(0 if place is SUM else cast("int | None", place))
+
+        def on_device(*values: Array) -> list[Array]:
+            own, offset = dict(zip(whole, values, strict=True)), self.size * lax.axis_index(CONTEXT)
+            found = sliced.part_in_tiles(self.tile, own, self.size, offset, wide)
+            return [a[None] if place is SUM else a for a, place in zip(found, places, strict=True)]
+
+        in_specs = tuple(spec(sliced.dims.get(v)) for v in whole)
+        out_specs = list(map(spec, places))
+        run = jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, axis_names={CONTEXT}, check_vma=False)
+        return run(*whole.values())
+
+    def totals(self, values: Sequence[Array], first: int = 0) -> list[Array]:
+        """The outputs from `first` on, with totals in place of terms."""
+        if context.size() == 1:
+            return list(values)
+        add = lambda terms: lax.reduce(terms, np.zeros((), terms.dtype), lax.add, (0,))
+        places = self.sliced.places[first:]
+        return [add(a) if place is SUM else a for a, place in zip(values, places, strict=False)]
+
+
+def _tile_of(tiling: Tiling, size: int, num_bytes: int) -> int:
+    """The most tokens in a tile; all, if there are tokens that cannot be divided over `context`."""
+    blocks = context.size()
+    return size if size % blocks else blocks * tiling.tile_of(size, num_bytes)
 
 
 def _even(size: int, most: int) -> int:
@@ -223,10 +273,15 @@ def _even(size: int, most: int) -> int:
 
 
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A function that is not differentiated, without nested calls."""
+    """A function that is not differentiated, without nested calls, and without constraints that divide tokens."""
     has_function = lambda e: jaxprs.has_own_derivative(e) or jaxprs.is_remat(e)
-    replace = lambda e, operands: jaxprs.run(jaxprs.closed_call(e), *operands) if has_function(e) else None
-    while any(has_function(e) or jaxprs.is_call(e) for e in closed.jaxpr.eqns):
+
+    def replace(equation: Equation, operands: list[Array]) -> list[Array] | None:
+        if context.is_division(equation):
+            return operands
+        return jaxprs.run(jaxprs.closed_call(equation), *operands) if has_function(equation) else None
+
+    while any(has_function(e) or jaxprs.is_call(e) or context.is_division(e) for e in closed.jaxpr.eqns):
         closed = jaxprs.inlined(closed, replace)
     return closed
 

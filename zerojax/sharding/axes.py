@@ -11,12 +11,16 @@ from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.wire import AS_IT_IS, Wire
 
 REPLICATED: Any = PartitionSpec()
+CONTEXT = "context"  # the name of the axis over which the tokens of each sequence are divided
 
 
 class Axes(NamedTuple):
     """The data axes of a mesh: model states are sharded over the axes `shard` and replicated over `replica`.
 
     With `outer`, only what is computed with is replicated: the optimizer's state is sharded over all data axes.
+
+    An axis `context` divides model states too, and is the first of the shard axes. It does not divide the rows of a
+    batch but the tokens of each row, while a loss is computed: there, it is left to the compiler.
 
     Attributes:
         shard, replica: the names of the axes, outermost first.
@@ -25,6 +29,7 @@ class Axes(NamedTuple):
             other, around which rows are summed; () if there are none. See `tpu`.
         sparse_cores: whether SparseCores run collectives over the shard axes.
         outer: whether the shards of the optimizer's state are divided over the replica axes too.
+        num_context: the number of devices along the axis `context`, among the shard axes; 1 if there is none.
     """
 
     shard: tuple[str, ...]
@@ -34,6 +39,15 @@ class Axes(NamedTuple):
     torus: tuple[int, ...] = ()
     sparse_cores: bool = False
     outer: bool = False
+    num_context: int = 1
+
+    @property
+    def of_rows(self) -> Axes:
+        """The axes without `context`: those that are manual while a loss is computed."""
+        if self.num_context == 1:
+            return self
+        names = tuple(name for name in self.shard if name != CONTEXT)
+        return self._replace(shard=names, num_shards=self.num_shards // self.num_context, num_context=1)
 
     @property
     def of_optimizer(self) -> Axes:
@@ -47,13 +61,18 @@ class Axes(NamedTuple):
 
     @property
     def data(self) -> tuple[str, ...]:
-        """All axes that split the batch, outermost first."""
-        return self.replica + self.shard
+        """All axes that split the rows of a batch, outermost first."""
+        return self.replica + self.of_rows.shard
 
     @property
     def num_devices(self) -> int:
-        """The number of devices that process different data."""
-        return self.num_shards * self.num_replicas
+        """The number of devices, or of groups along `context`, that process different rows."""
+        return self.num_shards // self.num_context * self.num_replicas
+
+    @property
+    def of_states(self) -> tuple[str, ...]:
+        """All axes that model states are sharded or replicated over, outermost first."""
+        return self.replica + self.shard
 
     @property
     def prefer_rows(self) -> bool:
@@ -61,8 +80,10 @@ class Axes(NamedTuple):
         return bool(self.torus) or self.sparse_cores
 
     def size(self, names: tuple[str, ...]) -> int:
-        """The number of devices along the shard axes, the replica axes or both."""
-        return {self.replica: self.num_replicas, self.shard: self.num_shards, self.data: self.num_devices}[names]
+        """The number of devices along the shard axes, the replica axes or both, without `context`."""
+        of_rows = self.of_rows
+        sizes = {self.replica: self.num_replicas, of_rows.shard: of_rows.num_shards, self.data: self.num_devices}
+        return sizes[names]
 
 
 class Dims(NamedTuple):
@@ -78,6 +99,15 @@ class Dims(NamedTuple):
     def padding(self) -> Padding:
         """The zeros of the stored leaf."""
         return NO_PADDING if self.shard is None else Padding(self.shard, self.num_zeros)
+
+    @property
+    def stored_spec(self) -> PartitionSpec:
+        """The spec of a shard over the axes that `shard_map` leaves to the compiler, if `context` is one of them."""
+        if self.shard is None:
+            return self.model_spec
+        entries = [*self.model_spec, *[None] * (self.shard + 1 - len(self.model_spec))]
+        entries[self.shard] = CONTEXT
+        return PartitionSpec(*entries)
 
     @property
     def of_shard(self) -> Dims:

@@ -4,11 +4,13 @@ Axes, outermost first:
 
     replica   model states are replicated over it (hybrid sharding: shard within a host, replicate across hosts)
     data      model states are sharded over it
+    context   model states are sharded over it too, and the tokens of each sequence are divided over it
     model     used for tensor parallelism; ZeRO leaves it to the partition specs of the model and to the compiler
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,7 @@ import jax._src.xla_bridge
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from zerojax.sharding.axes import Axes
+from zerojax.sharding.axes import CONTEXT, Axes
 from zerojax.sharding.tpu import (
     along,
     coordinates,
@@ -37,7 +39,7 @@ def on_tpus(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def make_mesh(
-    *, replica: int = 1, model: int | None = None, devices: Sequence[Any] | int | None = None
+    *, replica: int = 1, context: int = 1, model: int | None = None, devices: Sequence[Any] | int | None = None
 ) -> Mesh | AbstractMesh:
     """A mesh over all devices, with axes of type `AxisType.Auto`.
 
@@ -48,6 +50,8 @@ def make_mesh(
 
     Args:
         replica: size of the `replica` axis. With 1 the mesh has no such axis.
+        context: size of the `context` axis, for sequences that are too long for one device. With 1 the mesh has no such
+            axis.
         model: size of the `model` axis. With None the mesh has no such axis; with 1, a model that names the axis runs
             without tensor parallelism.
         devices: the devices in the order that the mesh has, by default those of all processes; the described devices of
@@ -55,21 +59,21 @@ def make_mesh(
             without devices.
 
     Returns:
-        A mesh with axes ('replica', 'data', 'model'), without those that `replica` and `model` leave out.
+        A mesh with axes ('replica', 'data', 'context', 'model'), without those that the arguments leave out.
 
     Raises:
-        ValueError: if the number of devices is not a multiple of replica x model.
+        ValueError: if the number of devices is not a multiple of replica x context x model.
     """
     count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
     inner = 1 if model is None else model
-    if replica < 1 or inner < 1 or count % (replica * inner) or count == 0:
+    if min(replica, context, inner) < 1 or count % (replica * context * inner) or count == 0:
         raise ValueError(
-            f"make_mesh: {count} devices do not divide into replica {replica} x model {inner}\n"
+            f"make_mesh: {count} devices do not divide into replica {replica} x context {context} x model {inner}\n"
             f"  fix:      choose sizes whose product divides {count}"
         )
-    sizes = {"data": count // (replica * inner)}
-    sizes = {"replica": replica, **sizes} if replica > 1 else sizes
-    sizes = sizes if model is None else {**sizes, "model": model}
+    sizes = {"replica": replica, "data": count // (replica * context * inner), CONTEXT: context, "model": inner}
+    left_out = {"replica": replica == 1, CONTEXT: context == 1, "model": model is None}
+    sizes = {name: size for name, size in sizes.items() if not left_out.get(name)}
     types = (AxisType.Auto,) * len(sizes)
     if isinstance(devices, int):
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
@@ -80,7 +84,13 @@ def make_mesh(
 
 
 def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence[str]) -> Axes:
-    """The data axes of a mesh, checked, by their names. Warns if the state is sharded over several TPU slices."""
+    """The data axes of a mesh, checked, by their names. Warns if the state is sharded over several TPU slices.
+
+    An axis `context` of the mesh that is not among the names becomes the first of the shard axes.
+    """
+    num_context = 1 if CONTEXT in (*shard, *replica) else mesh.shape.get(CONTEXT, 1)
+    shard = (CONTEXT, *shard) if num_context > 1 else tuple(shard)
+
     # Check the names.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in (*shard, *replica):
@@ -103,12 +113,48 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
 
     # Read the sizes, and on TPUs the torus.
     size = lambda names: math.prod(mesh.shape[name] for name in names)
+    axes = Axes(shard, tuple(replica), size(shard), size(replica), num_context=num_context)
     if not isinstance(mesh, Mesh):
-        return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
+        return axes
     devices = along(mesh, shard)
     _warn_of_slices(mesh, devices)
     rings = ring_lengths(devices) if len(shard) == 1 else ()  # permutations need a single axis
-    return Axes(tuple(shard), tuple(replica), size(shard), size(replica), rings, have_sparse_cores(devices))
+    return axes._replace(torus=rings, sparse_cores=have_sparse_cores(devices))
+
+
+def row_groups(mesh: Mesh | AbstractMesh, data: tuple[str, ...], count: int | None = None) -> tuple[int, ...]:
+    """The group of each process: those of a group pass the same rows, as along an axis `context` or `model`.
+
+    Args:
+        mesh: of the devices of all processes. Otherwise each process is a group.
+        data: the names of the axes that split the rows of a batch.
+        count: the number of processes; by default that of JAX.
+
+    Raises:
+        ValueError: if two processes share some of their rows, but not all.
+    """
+    count = jax.process_count() if count is None else count
+    if count == 1 or not isinstance(mesh, Mesh):
+        return tuple(range(count))
+    return _row_groups(mesh, data, count)
+
+
+@functools.lru_cache(maxsize=8)
+def _row_groups(mesh: Mesh, data: tuple[str, ...], count: int) -> tuple[int, ...]:
+    found: dict[int, set[int]] = {}
+    for row, devices in enumerate(along(mesh, data)):
+        for device in devices:
+            found.setdefault(device.process_index, set()).add(row)
+    if len(found) < count:
+        return tuple(range(count))
+    groups = sorted({tuple(sorted(rows)) for rows in found.values()})
+    if sum(map(len, groups)) > len(set().union(*groups)):
+        raise ValueError(
+            f"mesh: two processes share some of the rows of a batch, but not all\n"
+            f"  got:      axes {dict(mesh.shape)} over {len(found)} processes\n"
+            f"  fix:      sizes of which the number of devices of a process is a multiple, or the other way round"
+        )
+    return tuple(groups.index(tuple(sorted(found[process]))) for process in sorted(found))
 
 
 def _warn_of_slices(mesh: Mesh, sharded_over: np.ndarray) -> None:

@@ -81,15 +81,15 @@ def _is_process_local(a: ArrayLike) -> bool:
     return isinstance(a, np.ndarray)
 
 
-def _global_shape(a: ArrayLike) -> Shape:
+def _global_shape(config: ZeroConfig, a: ArrayLike) -> Shape:
     """The shape of an array with rows over all processes."""
     shape = np.shape(a)
-    return (shape[0] * jax.process_count(), *shape[1:]) if _is_process_local(a) else shape
+    return (shape[0] * config.num_row_groups, *shape[1:]) if _is_process_local(a) else shape
 
 
-def num_global_rows(batch: PyTree) -> int:
+def num_global_rows(config: ZeroConfig, batch: PyTree) -> int:
     """The number of rows of a batch over all processes."""
-    return max(jax.tree.leaves(map_rows(lambda a: _global_shape(a)[0], batch, lambda a: 0)), default=0)
+    return max(jax.tree.leaves(map_rows(lambda a: _global_shape(config, a)[0], batch, lambda a: 0)), default=0)
 
 
 def batch_avals(config: ZeroConfig, batch: PyTree) -> PyTree:
@@ -100,7 +100,7 @@ def batch_avals(config: ZeroConfig, batch: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(config.mesh, spec))
 
     whole, rows = PartitionSpec(), PartitionSpec(config.axes.data)
-    return map_rows(lambda a: aval(a, _global_shape(a), rows), batch, lambda a: aval(a, np.shape(a), whole))
+    return map_rows(lambda a: aval(a, _global_shape(config, a), rows), batch, lambda a: aval(a, np.shape(a), whole))
 
 
 def dtype_of(a: ArrayLike) -> DTypeLike:
@@ -143,7 +143,7 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
 
     # All that have rows have as many.
     with_paths = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_whole)
-    rows = [(_label(path), _global_shape(a)) for path, a in with_paths if not is_whole(a) and np.ndim(a)]
+    rows = [(_label(path), _global_shape(config, a)) for path, a in with_paths if not is_whole(a) and np.ndim(a)]
     if not rows:
         raise ValueError("batch: no array with rows\n  fix:      pass arrays whose dim 0 is the batch")
     path, shape = rows[0]
@@ -156,12 +156,12 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
             )
 
     # They divide.
-    parts, count = config.axes.num_devices * num_microbatches, jax.process_count()
+    parts, count = config.axes.num_devices * num_microbatches, config.num_row_groups
     over = f" over {count} processes" if count > 1 else ""
     if not shape[0]:
         raise ValueError(
             f"batch: {path} has no rows\n  got:      shape {shape}{over}\n"
-            f"  fix:      pass {_rows_that_fit(shape[0], parts)}"
+            f"  fix:      pass {_rows_that_fit(shape[0], parts, count)}"
         )
     if shape[0] % parts:
         split = f"{shape[0]} % ({config.axes.num_devices} x {num_microbatches}) = {shape[0] % parts}"
@@ -169,7 +169,7 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
         raise ValueError(
             f"batch: {path} does not divide into devices x microbatches\n"
             f"  got:      shape {shape}{over}; {split}\n"
-            f"  fix:      pass {_rows_that_fit(shape[0], parts)}; or change num_microbatches; "
+            f"  fix:      pass {_rows_that_fit(shape[0], parts, count)}; or change num_microbatches; "
             f"zero.pad_batch(batch, {padded}) adds rows of weight 0; zerojax.evaluate takes any number of rows"
         )
 
@@ -193,9 +193,8 @@ def _nearest_multiples(num: int, of: int) -> list[int]:
     return [each for each in (below, below + of) if each]
 
 
-def _rows_that_fit(num_rows: int, parts: int) -> str:
-    """The numbers of rows nearest to `num_rows` that `parts` divides and all processes can share, in words."""
-    count = jax.process_count()
+def _rows_that_fit(num_rows: int, parts: int, count: int) -> str:
+    """The numbers of rows nearest to `num_rows` that `parts` divides and `count` processes can share, in words."""
     parts = math.lcm(parts, count)
     nearest = _nearest_multiples(num_rows, parts)
     listed = lambda numbers: " or ".join(map(str, numbers))
@@ -218,7 +217,7 @@ def num_microbatches(config: ZeroConfig, num_rows: int, most_rows: int) -> int:
         raise ValueError(
             f"num_microbatches: the rows of the batch do not divide over the devices\n"
             f"  got:      {num_rows} rows, {devices} devices; {num_rows} % {devices} = {rest}\n"
-            f"  fix:      train on {counts} devices; or with {_rows_that_fit(num_rows, devices)}"
+            f"  fix:      train on {counts} devices; or with {_rows_that_fit(num_rows, devices, config.num_row_groups)}"
         )
     return next(k for k in range(1, rows + 1) if rows % k == 0 and rows // k <= most_rows)
 
@@ -279,7 +278,7 @@ def pad_batch(config: ZeroConfig, batch: PyTree, num_rows: int | None) -> tuple[
             f"  fix:      pass the same rows in all arrays, and zerojax.Whole(array) for what every device gets whole"
         )
     (count,) = counts
-    parts = max(config.axes.num_devices // jax.process_count(), 1)
+    parts = max(config.axes.num_devices // config.num_row_groups, 1)
     target = -(-count // parts) * parts if num_rows is None else num_rows
     if target < count:
         raise ValueError(

@@ -10,23 +10,23 @@ import dataclasses
 import hashlib
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from zerojax.comm.collectives import CollectiveOptions
 from zerojax.program.part import GradientSink, Weights
 from zerojax.program.remat import NO_RULES, RematRules
 from zerojax.program.tiles import Tiling
-from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
+from zerojax.sharding.mesh import row_groups
 from zerojax.sharding.placement import Leaf, Stage
 from zerojax.sharding.precision import DTYPE_FIELDS, WIRE_DTYPES, Precision
-from zerojax.utils.typing import AnyMesh, Array, ArrayLike, Aval, DTypeLike, PyTree
+from zerojax.utils.typing import AnyMesh, Array, ArrayLike, Aval, DTypeLike
 
 if TYPE_CHECKING:
     from zerojax.step.state import StateLayout, TrainState
@@ -172,7 +172,12 @@ class ZeroConfig(NamedTuple):
 
     @property
     def other_axes(self) -> list[str]:
-        """The axes of the mesh that do not split the batch, such as 'model'."""
+        """The axes of the mesh that split neither batches nor model states, such as 'model'."""
+        return [name for name in self.mesh.axis_names if name not in self.axes.of_states]
+
+    @property
+    def compiler_axes(self) -> list[str]:
+        """The axes of the mesh that are left to the compiler where a loss is computed: `context`, and the others."""
         return [name for name in self.mesh.axis_names if name not in self.axes.data]
 
     @property
@@ -182,6 +187,11 @@ class ZeroConfig(NamedTuple):
         if count == 1 or not isinstance(self.mesh, Mesh):
             return False
         return len({device.process_index for device in self.mesh.devices.flat}) == count
+
+    @property
+    def num_row_groups(self) -> int:
+        """The number of groups of processes that pass different rows. Usually each process is one."""
+        return len(set(row_groups(self.mesh, self.axes.data)))
 
     def texts(self) -> dict[str, str]:
         """The configuration as texts by name, for comparison between processes."""
@@ -229,7 +239,14 @@ def with_outer_sharding(axes: Axes, outer_sharding: str | None, stage: Stage) ->
             f"outer_sharding: unknown value {outer_sharding!r}\n"
             f"  fix:      'optimizer' to shard the optimizer's state over the replica axes too, or 'none'"
         )
-    return axes._replace(outer=shards_outer(outer_sharding, stage, axes.num_replicas))
+    if outer_sharding == "optimizer" and axes.num_context > 1:
+        raise ValueError(
+            "outer_sharding: on a mesh with an axis 'context', the optimizer's state is not divided over replicas too\n"
+            "  got:      outer_sharding='optimizer'\n"
+            "  fix:      outer_sharding='none', or a mesh without replicas"
+        )
+    replicas = axes.num_replicas if axes.num_context == 1 else 1
+    return axes._replace(outer=shards_outer(outer_sharding, stage, replicas))
 
 
 def shards_outer(outer_sharding: str | None, stage: Stage, num_replicas: int) -> bool:
@@ -256,7 +273,7 @@ def check_offload(offload: str, on_disk: bool, mesh: AnyMesh, axes: Axes, stage:
     if offload != "none" and others:
         raise ValueError(
             f"offload: the optimizer's state cannot be in host memory on this mesh\n"
-            f"  got:      axes {dict(mesh.shape)}, of which {', '.join(map(repr, others))} split no batch\n"
+            f"  got:      axes {dict(mesh.shape)}, of which {', '.join(map(repr, others))} split no rows of a batch\n"
             f"  fix:      offload='none', or a mesh of data axes"
         )
     if offload != "params":
@@ -273,20 +290,6 @@ def check_offload(offload: str, on_disk: bool, mesh: AnyMesh, axes: Axes, stage:
 def can_offload_params(axes: Axes, stage: Stage) -> bool:
     """Whether parameters may be in host memory: on one device, or as shards of stage 3 without replicas."""
     return axes.num_replicas == 1 and (stage.shards_params or axes.num_shards == 1)
-
-
-def shard_map_over_data(
-    config: ZeroConfig, fn: Callable[..., T], in_specs: PyTree, out_specs: PyTree
-) -> Callable[..., T]:
-    """Wraps a function in `shard_map`, manual over the data axes only."""
-    return jax.shard_map(
-        fn, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(config.axes.data), check_vma=False
-    )
-
-
-def leaf_specs(axes: Axes, leaves: Iterable[Leaf], sharded: bool) -> list[PartitionSpec]:
-    """The specs of parameter leaves for `shard_map`: data axes only. Other axes stay in the arrays' shardings."""
-    return [placement.data_spec(leaf.dim if sharded else None, axes) for leaf in leaves]
 
 
 _WIDEST_ELEMENT_BYTES = 8  # float64 and int64

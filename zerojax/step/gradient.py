@@ -24,6 +24,7 @@ from zerojax.comm import collectives
 from zerojax.comm.schedule import event
 from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
+from zerojax.program.context import divide_tokens
 from zerojax.program.equal_layers import FEWEST_LAYERS, Stack, with_loops
 from zerojax.program.part import GradientSink
 from zerojax.program.run import PartsOfLoss, cut
@@ -33,9 +34,10 @@ from zerojax.program.tiles import Tiled, tile
 from zerojax.sharding.advice import check_layer_dims
 from zerojax.sharding.axes import REPLICATED
 from zerojax.sharding.precision import for_reduction
-from zerojax.step.batch import batch_specs, cast_batch, microbatches
-from zerojax.step.config import StepSettings, ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.batch import batch_specs, cast_batch, map_rows, microbatches
+from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.losses import LossFn, Output, Sums, call_loss, explaining_errors
+from zerojax.step.over_data import leaf_specs, shard_map_over_data
 from zerojax.step.reductions import Reductions
 from zerojax.step.state import StateLayout
 from zerojax.step.state_keys import UNKNOWN, StateKeys, fold_keys, restore_keys
@@ -130,7 +132,7 @@ class DeviceGradient:
         """The output of the loss on this device's rows."""
         args = self.with_own_keys(self.cast(args))
         gathers = self.config.stage.shards_params and self.config.axes.num_shards > 1
-        if self.config.offloads_params or gathers or self.settings.tiling:
+        if self.config.offloads_params or gathers or self.settings.tiling or self.config.axes.num_context > 1:
             parts, data, unflatten = self.parts_of_loss(args)
             weights = self.config.memory.weights(args.params, self.layout.leaves)
             return unflatten(parts.evaluate(weights, data, []))
@@ -196,7 +198,7 @@ class DeviceGradient:
         communicates = self.config.stage.shards_grads and self.config.axes.num_shards > 1
         settings = self.settings
         cuts = not settings.remat.saves_everything or settings.layers is not None or settings.tiling is not None
-        return communicates or self.config.offloads_params or cuts
+        return communicates or self.config.offloads_params or cuts or self.config.axes.num_context > 1
 
     def _full_gradient(self, args: LossArgs, scale: Array) -> _Microbatch:
         """Plain reverse-mode differentiation with full weights, where the loss is not cut into units."""
@@ -232,6 +234,12 @@ class DeviceGradient:
             return jax.tree.map(jnp.asarray, output)
 
         closed, output = jaxprs.traced(flat_loss, *full, *data)
+        if self.config.axes.num_context > 1:
+            has_rows = jax.tree.leaves(map_rows(lambda _: True, args.batch, lambda _: False))
+            before = len(full) + len(jax.tree.leaves(args.model_state))
+            are_rows = [False] * before + has_rows
+            are_rows += [False] * (len(closed.in_avals) - len(are_rows))
+            closed = divide_tokens(closed, are_rows, self.config.axes.num_context)
 
         # Cut.
         stage_collectives = StageCollectives(

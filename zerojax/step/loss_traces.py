@@ -19,9 +19,9 @@ from zerojax.program.tiles import Tiled
 from zerojax.sharding.axes import REPLICATED
 from zerojax.sharding.placement import by_path
 from zerojax.step.batch import map_rows, num_global_rows
-from zerojax.step.config import shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, LossArgs, args_specs
 from zerojax.step.losses import LossError, Output, constraint_text, kernel_text
+from zerojax.step.over_data import shard_map_over_data
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import Array
 from zerojax.utils.warn import line_of
@@ -121,7 +121,7 @@ def check_constraints(gradient: DeviceGradient, trace: LossTrace) -> None:
     config, jaxpr = gradient.config, trace.closed.jaxpr
     for spec, traceback in jaxprs.constraints(jaxpr, config.axes.data):
         raise LossError(constraint_text(str(spec), line_of(traceback)))
-    divided = [name for name in config.other_axes if config.mesh.shape[name] > 1]
+    divided = [name for name in config.compiler_axes if config.mesh.shape[name] > 1]
     for name, traceback in jaxprs.partitioned_kernels(jaxpr) if divided else ():
         raise LossError(kernel_text(name, line_of(traceback), divided))
 
@@ -173,7 +173,10 @@ def explained_by_rows(gradient: DeviceGradient, args: LossArgs) -> Iterator[None
     except Exception as error:
         if parts == 1 or fails(1) or not fails(parts):
             raise
-        rows, seen = num_global_rows(args.batch), textwrap.shorten(str(error), 200, placeholder=" ...").rstrip(".")
+        rows, seen = (
+            num_global_rows(gradient.config, args.batch),
+            textwrap.shorten(str(error), 200, placeholder=" ...").rstrip("."),
+        )
         raise LossError(
             f"loss: works with all {rows} rows of the batch, but not with the {rows // parts} that a device has at a "
             f"time\n"

@@ -263,8 +263,9 @@ def kernel_text(got: str, line: str | None, axes: Sequence[str]) -> str:
     return (
         f"loss: JAX cannot divide this kernel over the axes {names} inside of a step\n"
         f"  got:      {got}, at {line or 'an unknown line'}\n"
-        f"  fix:      call it on the heads of one device, inside jax.shard_map(fn, in_specs=heads, out_specs=heads,\n"
-        f"            axis_names={{{names}}}) with heads = P(None, None, {axes[0]!r}); or implementation='xla'"
+        f"  fix:      zerojax.attention in place of jax.nn.dot_product_attention, also with implementation=kernel; or\n"
+        f"            implementation='xla'; or call it on the heads of one device, inside jax.shard_map(fn,\n"
+        f"            in_specs=heads, out_specs=heads, axis_names={{{names}}}) with heads = P(None, None, {axes[0]!r})"
     )
 
 

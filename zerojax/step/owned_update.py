@@ -28,7 +28,7 @@ from zerojax.program.jaxprs import ClosedJaxpr, Var
 from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.sharding.placement import data_spec
 from zerojax.step import optimizers
-from zerojax.step.config import ZeroConfig, shard_map_over_data
+from zerojax.step.config import ZeroConfig
 from zerojax.step.owned_matrices import OwnedMatrices
 from zerojax.step.owners import Kind
 from zerojax.step.state import StateLayout
@@ -84,9 +84,14 @@ class OwnedUpdate:
         shared = [[scope[v] for v in kind.couplings[0].shared] for kind in kinds]
         in_specs = list(map(specs, dims_of, (c.inputs for c in each))), [[REPLICATED] * len(s) for s in shared]
         out_specs = list(map(specs, dims_of, (c.outputs for c in each)))
-        results = shard_map_over_data(self._config, lambda *a: self.owned.on_device(kinds, *a), in_specs, out_specs)(
-            own, shared
-        )
+        results = jax.shard_map(
+            lambda *a: self.owned.on_device(kinds, *a),
+            mesh=self._config.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self._config.axes.of_states),
+            check_vma=False,
+        )(own, shared)
         for of, coupling, values in zip(dims_of, each, results, strict=True):
             scope.update({v: of(v).padding.crop(a) for v, a in zip(coupling.outputs, values, strict=True)})
 

@@ -106,9 +106,9 @@ class Reductions:
                 if stage.shards_optimizer:
                     values, events = collectives.reduce_scatter(values, dims, axes, options, waits, rows=True)
                 else:
-                    values, events = collectives.all_reduce(values, axes.shard, axes, options, dims, waits)
+                    values, events = collectives.all_reduce(values, axes.of_rows.shard, axes, options, dims, waits)
                 waits = options.next_waits_for(events)
-            values, events = over_replicas(values, dims, axes, options, waits)
+            values, events = over_replicas(values, dims, axes, options, waits, stage.shards_optimizer)
             waits = options.next_waits_for(events)
             for i, value in zip(members, values, strict=True):
                 reduced[i] = value
@@ -142,6 +142,6 @@ class Reductions:
         return sum((norms[i] / self._num_copies(self.layout.leaves[i]) for i in norms), jnp.float32(0))
 
     def _num_copies(self, leaf: Leaf) -> int:
-        """The number of devices that hold the same part of a reduced gradient."""
+        """The number of devices that hold the same part of a reduced gradient. Those along `context` count as one."""
         axes, is_sharded = self.config.optimizer_axes, self.config.stage.shards_optimizer and leaf.dim is not None
-        return axes.num_replicas * (1 if is_sharded else axes.num_shards)
+        return axes.num_replicas * (1 if is_sharded else axes.of_rows.num_shards)

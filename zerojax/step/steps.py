@@ -27,11 +27,12 @@ from zerojax.step.compiler_options import (
     in_host_memory,
     offload_options,
 )
-from zerojax.step.config import StepSettings, ZeroConfig, shard_map_over_data
+from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.gradient import DeviceGradient, LossArgs, args_specs, compute_gradients, device_gradient
 from zerojax.step.loss_traces import explained_by_rows
 from zerojax.step.losses import LossFn, Sums, explaining_errors, in_evaluation_mode
 from zerojax.step.optimizers import scheduled_learning_rate
+from zerojax.step.over_data import shard_map_over_data
 from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.update import StepGrads, apply_gradients
 from zerojax.step.whole_batch import Purpose, over_whole_batch
@@ -227,7 +228,7 @@ class _CheckedLoss:
         """The gradient of a loss whose outputs are those of the whole batch; errors of the loss are explained."""
         key = gradient.layout, purpose
         is_seen = key in self._seen
-        constraints = bool(self._config.other_axes) and not is_seen
+        constraints = bool(self._config.compiler_axes) and not is_seen
         with explained_by_rows(gradient, args):
             checked = over_whole_batch(gradient, args, purpose, constraints=constraints, is_seen=is_seen)
             if purpose is Purpose.TRAINING and not is_seen:

@@ -19,8 +19,9 @@ from zerojax.sharding import padding
 from zerojax.sharding.axes import REPLICATED
 from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
-from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import DeviceGradient
+from zerojax.step.over_data import leaf_specs, shard_map_over_data
 from zerojax.step.owned_matrices import OwnedMatrices
 from zerojax.step.owned_update import owned_update
 from zerojax.step.reductions import by_unit

@@ -85,7 +85,7 @@ def over_whole_batch(
     Cost: traces the loss, unless there is nothing to find out.
     """
     axes, num_microbatches = gradient.config.axes, gradient.settings.num_microbatches
-    num_parts, num_rows = axes.num_devices * num_microbatches, num_global_rows(args.batch)
+    num_parts, num_rows = axes.num_devices * num_microbatches, num_global_rows(gradient.config, args.batch)
     is_divided, has_keys = num_parts > 1 or purpose is Purpose.DATA_SET, may_change(args.model_state)
     if not (is_divided or has_keys or constraints):
         return CheckedLoss(gradient)
