@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from support.paths import TESTS, importing
-from support.small_run import STEPS, adam, batch, create, loss, run, setting
+from support.small_run import ROWS, STEPS, adam, batch, create, loss, run, setting
 
 import zerojax
 from zerojax.checkpoints import EXIT_CODE, store
@@ -232,7 +232,7 @@ def test_no_step_waits_for_its_metrics():
     read, kept = [], Rows()
     with recorder.MetricsRecorder([kept], None, log_every=2) as recording:
         for step in range(1, 7):
-            recording.add(step, {"loss": DelayedMetric(read, step)}, batch(0))
+            recording.add(step, {"loss": DelayedMetric(read, step)}, ROWS)
             assert read == list(range(1, step - 1))
     assert read == [1, 2, 3, 4, 5, 6] and [at for at, _ in kept] == [1, 2, 4, 6]
 
@@ -247,8 +247,8 @@ def test_metrics_of_a_run_that_fails_are_written():
     kept = Rows()
     made = [Full(), kept, Full()]
     with pytest.raises(KeyError, match="first"), recorder.MetricsRecorder(made, None, log_every=1) as recording:
-        recording.add(1, {"loss": np.float32(1)}, batch(0))
-        recording.add(2, {"loss": "not a number"}, batch(0))
+        recording.add(1, {"loss": np.float32(1)}, ROWS)
+        recording.add(2, {"loss": "not a number"}, ROWS)
         raise KeyError("first")
     assert [at for at, _ in kept] == [1] and kept.closed
 
@@ -260,7 +260,7 @@ def test_a_metric_that_is_not_a_number_is_named():
             pytest.raises(ValueError, match=message),
             recorder.MetricsRecorder([Rows()], None, log_every=1) as recording,
         ):
-            recording.add(1, {"logits": value}, batch(0))
+            recording.add(1, {"logits": value}, ROWS)
 
 
 def test_invalid_return_values_are_errors(step, tmp_path):
@@ -450,7 +450,7 @@ def test_rates_count_steps_only(monkeypatch):
     with recorder.MetricsRecorder([kept], None, log_every=1) as recording:
         for step in range(1, 13):
             now[0] += 1
-            recording.add(step, {"loss": 1.0}, batch(0))
+            recording.add(step, {"loss": 1.0}, ROWS)
             if step == 5:
                 with recording.paused():
                     now[0] += 100
@@ -474,7 +474,7 @@ def test_every_loss_is_written_and_shown_as_it_is(tmp_path, loss):
     console = lambda terminal: Console(file=shown, width=80, force_terminal=terminal, color_system=None, height=25)
     displays = [display.ProgressLines(9, console(False)), display.ProgressBar(9, 0, console(True))]
     with recorder.MetricsRecorder([*made, displays[0]], displays[1], log_every=1) as recording:
-        recording.add(1, {"loss": np.float32(loss)}, batch(0))
+        recording.add(1, {"loss": np.float32(loss)}, ROWS)
     written = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     (in_events,) = [value for _, name, value in events(tmp_path / "tb") if name == "loss"]
     np.testing.assert_array_equal([float(written["loss"]), in_events, *sent], 3 * [loss])

@@ -30,10 +30,13 @@ from typing import NamedTuple, NoReturn
 import jax
 import jax._src.distributed
 import jax._src.xla_bridge
+from jax.sharding import Mesh
 
 from zerojax.processes import agreement
 from zerojax.processes.agreement import distributed_state, names
 from zerojax.processes.detect import LaunchInfo, detect
+from zerojax.sharding.axes import CONTEXT
+from zerojax.sharding.mesh import row_groups
 from zerojax.utils.text import error_text
 from zerojax.utils.warn import warn
 
@@ -148,19 +151,22 @@ def check_joined() -> None:
     warn(text)
 
 
-def own_rows(num_rows: int) -> slice:
+def own_rows(num_rows: int, mesh: Mesh | None = None) -> slice:
     """The rows of a global batch that this process loads, and passes to a step or to `zero.shard_batch`.
-
-    The batch must be divided over all processes. If a `model` axis spans several processes, these processes need the
-    same rows; this is not checked.
 
     Args:
         num_rows: number of rows of the global batch, over all processes.
+        mesh: where an axis `context` or `model` spans several processes, these need the same rows. Other axes of the
+            mesh split the batch. The default is that each process has rows of its own.
 
     Raises:
-        ValueError: if the number of processes does not divide `num_rows`.
+        ValueError: if the number of processes, or of groups of them that need the same rows, does not divide
+            `num_rows`.
     """
     count, index = jax.process_count(), jax.process_index()
+    if mesh is not None:
+        groups = row_groups(mesh, tuple(name for name in mesh.axis_names if name not in (CONTEXT, "model")))
+        count, index = len(set(groups)), groups[index]
     if num_rows % count:
         what = "processes: the rows of the batch cannot be divided among the processes"
         got = f"{num_rows} rows, {count} processes; {num_rows} % {count} = {num_rows % count}"

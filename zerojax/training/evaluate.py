@@ -56,7 +56,7 @@ def evaluate(
         fix = "pass the step of zero.eval_step(loss_fn)"
         raise ValueError(error_text(f"evaluate: the step is of type {type(step).__name__}", None, fix))
     check_is_state(state, data, "zerojax.evaluate(step, state, data)")
-    own = max(step.config.axes.num_devices // jax.process_count(), 1)
+    own = max(step.config.axes.num_devices // step.config.num_row_groups, 1)
     pending: collections.deque[Sums] = collections.deque()  # read late, so that the devices always have a next batch
     total: Sums | None = None
     for rows in _divided(_batches_of(data, batch_size, own), own):

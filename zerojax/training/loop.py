@@ -20,6 +20,7 @@ import jax
 
 from zerojax.processes.agreement import agree, broadcast_from_process_0
 from zerojax.step.batch import num_global_rows
+from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.step.steps import Step
 from zerojax.training import writers as files
@@ -151,7 +152,7 @@ def fit(
                 writers, display = _with_display(writers, manager.origin_text, start, num_steps)
             if folder is not None:
                 plan = None if batch is _NO_BATCH else _memory_and_placement(zero, step, state, batch)
-                sizes = {} if batch is _NO_BATCH else _sizes(step, batch)
+                sizes = {} if batch is _NO_BATCH else _sizes(zero.config, step, batch)
                 files.write_description(folder, zero.config, config, start, num_steps, sizes, plan)
             if batch is not _NO_BATCH:
                 costs = costs_per_row(zero.config, step, state, batch, tokens_per_row)
@@ -173,7 +174,7 @@ def fit(
                 jax.block_until_ready(state)
                 trace.close()
                 log.info("fit: wrote a profile of steps %d to %d to %s", *profile, folder)
-            recorder.add(i, metrics, batch)
+            recorder.add(i, metrics, num_global_rows(zero.config, batch))
             if evaluate and evaluate_every and i % evaluate_every == 0 and i < num_steps:
                 with recorder.paused():
                     recorder.add_evaluation(i, evaluate(state))
@@ -197,11 +198,11 @@ def fit(
     return state
 
 
-def _sizes(step: object, batch: PyTree) -> dict[str, int]:
+def _sizes(config: ZeroConfig, step: object, batch: PyTree) -> dict[str, int]:
     """The rows of a step, and the microbatches that they are divided into, if the step is one of `Zero`."""
     settings = getattr(step, "settings", None)
     microbatches = {} if settings is None else {"microbatches": settings.num_microbatches}
-    return {"rows": num_global_rows(batch), **microbatches}
+    return {"rows": num_global_rows(config, batch), **microbatches}
 
 
 def _check_arguments(counts: Mapping[str, int | None], profile: object, data: object, evaluate: object) -> None:

@@ -54,7 +54,7 @@ def costs_per_row(
     except ValueError as error:  # of a kernel
         log.info("fit: the model FLOPs utilization is not shown: %s", error)
         return costs
-    return costs | {"mfu": flops / num_global_rows(batch) / (chip.flops.peak * config.mesh.size)}
+    return costs | {"mfu": flops / num_global_rows(config, batch) / (chip.flops.peak * config.mesh.size)}
 
 
 class MetricsRecorder:
@@ -85,10 +85,10 @@ class MetricsRecorder:
             with contextlib.suppress(Exception) if error else contextlib.nullcontext():
                 self.flush(is_last=True)
 
-    def add(self, step: int, metrics: Mapping[str, SupportsFloat], batch: PyTree) -> None:
-        """Adds the metrics of a step. Their arrays may still be being computed."""
+    def add(self, step: int, metrics: Mapping[str, SupportsFloat], num_rows: int) -> None:
+        """Adds the metrics of a step and the rows of its batch. Their arrays may still be being computed."""
         if self._writers or self._displays:
-            self._pending.append((step, metrics, num_global_rows(batch)))
+            self._pending.append((step, metrics, num_rows))
         if len(self._pending) > _READ_DELAY:
             self._read()
             self._times.append((step, time.perf_counter() - self._paused_s))  # one more step has ended
