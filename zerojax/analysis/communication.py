@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from zerojax.analysis import hlo, hlo_collectives, jaxpr_counts
-from zerojax.analysis.expectation import Expectation, SentBytes, between_replicas, over_data_axes
+from zerojax.analysis.expectation import Expectation, SentBytes, along_context, between_replicas, over_data_axes
 from zerojax.analysis.findings import Checks, Outcome, Unreadable, Verdict
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
@@ -38,7 +38,8 @@ class CommunicationChecks:
 
     def checks(self) -> Checks:
         """The checks that apply to this step. Those of the order and the number of gathers are for stage 3 only."""
-        if self.config.axes.num_devices == 1:
+        axes = self.config.axes
+        if axes.num_shards * axes.num_replicas == 1:
             return {}
         precision, k, prefetch = self.config.precision, self.expectation.num_microbatches, self.expectation.prefetch
         gather, reduce = (jnp.dtype(dtype).name for dtype in (precision.compute_dtype, precision.reduce_dtype))
@@ -49,10 +50,14 @@ class CommunicationChecks:
             "wire dtype": (f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
             "reductions": (self._reduced_text(self.most), self.reductions),
         }
-        if self.config.axes.num_replicas > 1:
+        if axes.num_context > 1:
+            scattered, summed = map(bytes_text, self.expectation.context_bytes)
+            of_gradients = f"gradients: {scattered} reduce-scattered, {summed} all-reduced; and attention"
+            checks["along context"] = of_gradients, self.along_context
+        if axes.num_replicas > 1:
             between = f"{bytes_text(self.expectation.between_bytes)} in a step, however many microbatches"
             checks["between replicas"] = between, self.between_replicas
-        if self.config.stage.shards_params and self.config.axes.num_shards > 1:
+        if self.config.stage.shards_params and axes.num_shards > 1:
             largest = f"a gather moves at most {bytes_text(2 * self.expectation.unit_bytes)} (two units)"
             largest += f", in each of {k} microbatches" if k > 1 else ""
             regathered = f"{bytes_text(self.least.gathered)} gathered, including again for the backward pass"
@@ -160,6 +165,7 @@ class CommunicationChecks:
 
     def reductions(self) -> Outcome:
         """Whether every gradient is reduced, by reduce-scatters where the stage shards it."""
+        self._check_sums_apart()
         sent, extra = self.sent, self.extra_bytes
         text = self._reduced_text(sent) + self.where
         numbers = {**sent._asdict(), "extra_bytes": extra}
@@ -172,6 +178,33 @@ class CommunicationChecks:
             return Outcome(f"{text}: {rewrite}, which send {bytes_text(extra)} more", Verdict.KNOWN, numbers)
         fix = "use lax.psum_scatter in a shard_map instead of a sharding constraint on a sum"
         return Outcome(f"{text}: {bytes_text(extra)} more", Verdict.BROKEN, numbers, fix)
+
+    def _check_sums_apart(self) -> None:
+        if self.config.axes.num_context > 1 and not self.config.stage.shards_optimizer:
+            raise Unreadable("the compiler may sum whole gradients over context and data at once")
+
+    def along_context(self) -> Outcome:
+        """Whether the compiler reduce-scatters gradients along `context`, where the stage shards them.
+
+        It reduces them in the dtype that they are computed in. What attention needs is not known.
+        """
+        self._check_sums_apart()
+        if self.as_traced:
+            raise Unreadable("the compiler inserts them, and XLA for CPUs inserts others than XLA for GPUs")
+        found = along_context(hlo_collectives.compiled_collectives(self.program()), self.config)
+        sent, (scattered, summed) = SentBytes.of(found), self.expectation.context_bytes
+        exposed = sum(each.sent_bytes for each in found if each.exposed)
+        kinds = (f"{bytes_text(size)} {kind.replace('_', '-')}" for kind, size in sent._asdict().items() if size)
+        text = f"{', '.join(kinds)}; {bytes_text(exposed)} overlap with no matrix product"
+        numbers = {**sent._asdict(), "expected_reduce_scattered": scattered, "exposed_bytes": exposed}
+        slack, extra = SLACK * (scattered + summed), sent.all_reduced - summed
+        if sent.reduced >= scattered + summed / 2 - slack and extra <= slack:
+            return Outcome(text, Verdict.OK, numbers)
+        if sent.reduced >= scattered + summed / 2 - slack and self.platform == "tpu":
+            text = f"{text}; XLA for TPUs made all-reduces, which send {bytes_text(extra / 2)} more"
+            return Outcome(text, Verdict.KNOWN, numbers)
+        fix = "constrain what mixes tokens: zerojax.attention, or jax.lax.with_sharding_constraint in the model"
+        return Outcome(text, Verdict.BROKEN, numbers, fix)
 
     def between_replicas(self) -> Outcome:
         """Whether a device sends to those with the same shard no more than what a step needs once."""

@@ -19,7 +19,7 @@ from zerojax.comm.blocks import sent_bytes
 from zerojax.offload.host_memory import host_gradients_bytes
 from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.sharding import placement
-from zerojax.sharding.axes import axis_names
+from zerojax.sharding.axes import CONTEXT, axis_names
 from zerojax.sharding.placement import Leaf, shard_bytes
 from zerojax.step import state as states
 from zerojax.step.config import StepSettings, ZeroConfig
@@ -88,6 +88,7 @@ class Expectation:
         offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
         in_host: the paths of the leaves of the state that are in host memory.
         host_gradients_bytes: bytes of gradients in host memory, of parameters that are there.
+        context_bytes: the bytes of gradients that a device sends along `context`, (reduce-scattered, all-reduced).
         jaxpr: the traced step, from which `least` and `offloaded_bytes` were read.
     """
 
@@ -105,6 +106,7 @@ class Expectation:
     offloaded_bytes: int
     in_host: frozenset[str]
     host_gradients_bytes: int
+    context_bytes: tuple[float, float]
     jaxpr: ClosedJaxpr = dataclasses.field(repr=False, compare=False)
 
 
@@ -167,14 +169,27 @@ def expect(
         offloaded_bytes=max(0, jaxpr_counts.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
         in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
         host_gradients_bytes=gradients_bytes,
+        context_bytes=_context_bytes(config, leaves, uses, num_microbatches),
         jaxpr=jaxpr,
     )
 
 
 def over_data_axes(found: Iterable[Collective], config: ZeroConfig) -> list[Collective]:
-    """The collectives over a data axis, without those of scalars."""
-    crosses = lambda each: _num_positions(each, config, config.axes.data) > 1
+    """The collectives of the step over its axes, without those of scalars, and those that the compiler inserts."""
+    crosses = lambda each: _num_positions(each, config, config.axes.of_states) > 1 and not _is_inserted(each, config)
     return [each for each in found if each.full_bytes > SCALARS_BYTES and crosses(each)]
+
+
+def along_context(found: Iterable[Collective], config: ZeroConfig) -> list[Collective]:
+    """The collectives over `context` that the compiler inserts, without those of scalars."""
+    return [each for each in found if each.full_bytes > SCALARS_BYTES and _is_inserted(each, config)]
+
+
+def _is_inserted(each: Collective, config: ZeroConfig) -> bool:
+    """Whether the compiler has inserted a collective over `context`. The step itself reduces nothing over it."""
+    if config.axes.num_context == 1 or _num_positions(each, config, (CONTEXT,)) == 1:
+        return False
+    return each.inserted or each.kind in ("all-reduce", "collective-permute", "reduce-scatter")
 
 
 def between_replicas(found: Iterable[Collective], config: ZeroConfig) -> list[Collective]:
@@ -238,18 +253,19 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequ
     """The bytes that a device sends over the shard axes in a step of `k` microbatches, by the formula of its stage.
 
     A leaf that several units share is gathered and reduced for each of them. Where rows of a table are looked up, the
-    rows and their gradients are sent, and the indices of all devices.
+    rows and their gradients are sent, and the indices of all devices. Of gradients, a device has the part that the
+    compiler leaves it along `context`; see `_context_bytes`.
 
     Source: ZeRO section 7: 2 Psi at stages 0 and 1, (1 + k) Psi at 2, up to 3 k Psi at 3, times (N-1)/N.
     """
-    stage = config.stage
-    n = config.axes.num_shards
-    gathered = reduce_scattered = all_reduced = exchanged = 0
+    stage, n, num_context = config.stage, config.axes.num_shards, config.axes.num_context
+    of_rows = n // num_context
+    gathered = reduce_scattered = all_reduced = exchanged = looked_up = 0
     for leaf, of_leaf in zip(leaves, uses, strict=True):
         num_uses = sum(use.lookup is None for use in of_leaf)
         num_reductions = leaf.trainable * (k * num_uses if stage.shards_grads else 1)
         wire_dtype = config.precision.wire_dtype(leaf.compute_dtype)
-        of_gradient = _gradient_bytes(config, leaf, wire_dtype, n)
+        of_gradient = _gradient_bytes(config, leaf, wire_dtype, of_rows, num_context)
         reduce_scattered += num_reductions * of_gradient[0]
         all_reduced += num_reductions * of_gradient[1]
         exchanged += num_reductions * of_gradient[2]
@@ -260,9 +276,28 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequ
         for lookup in (use.lookup for use in of_leaf if use.lookup):
             times = k * (stage.shards_params + leaf.trainable)  # forward and backward
             row_size = lookup.row_size * math.prod(leaf.dims.padding.stored_shape(leaf.shape)) // leaf.size
-            exchanged += times * lookup.count * row_size * leaf.compute_dtype.itemsize
-            gathered += times * lookup.count * lookup.index_bytes * n
-    return SentBytes(*(_ring_bytes(n, each) for each in (gathered, reduce_scattered, all_reduced, exchanged)))
+            count = times * lookup.count // num_context
+            looked_up += count * row_size * leaf.compute_dtype.itemsize
+            gathered += count * lookup.index_bytes * n
+    reduced = (_ring_bytes(of_rows, each) for each in (reduce_scattered, all_reduced, exchanged))
+    scattered, summed, sent_in_blocks = reduced
+    return SentBytes(_ring_bytes(n, gathered), scattered, summed, sent_in_blocks + _ring_bytes(n, looked_up))
+
+
+def _context_bytes(
+    config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequence[Use]], k: int
+) -> tuple[float, float]:
+    """The bytes of gradients that a device sends along `context`: (reduce-scattered, all-reduced), by the compiler."""
+    n, stage = config.axes.num_context, config.stage
+    scattered = summed = 0.0
+    for leaf, of_leaf in zip(leaves, uses, strict=True):
+        times = leaf.trainable * k * sum(use.lookup is None for use in of_leaf)
+        size = times * math.prod(_full_shape(config, leaf)) * leaf.compute_dtype.itemsize
+        if leaf.dim is None or not stage.shards_grads:
+            summed += 2 * size
+        else:
+            scattered += size
+    return _ring_bytes(n, scattered), _ring_bytes(n, summed)
 
 
 def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequence[Use]]) -> float:

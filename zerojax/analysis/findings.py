@@ -29,8 +29,8 @@ class Finding:
 
     Attributes:
         name: 'sharded', 'aliased state', 'checkpoints', 'offloaded slices', 'host memory', 'pieces of the state',
-            'host copies', 'wire bytes', 'wire dtype', 'reductions', 'between replicas', 'hoisted gathers',
-            'gathered weights kept', 'prefetch order' or 'exposed'.
+            'host copies', 'wire bytes', 'wire dtype', 'reductions', 'along context', 'between replicas',
+            'hoisted gathers', 'gathered weights kept', 'prefetch order' or 'exposed'.
         expected, found: in words. If the program could not be read, `found` says why.
         verdict: whether they agree.
         numbers: the measurements in `found`; `extra_bytes` are what one device sends in addition per step because of a

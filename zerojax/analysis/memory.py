@@ -116,6 +116,9 @@ def step_memory(
     jaxpr, *_ = manual_parts(traced.jaxpr)
     num_gradients = sum(leaf.trainable for leaf in state.layout.leaves)
     peaks = [liveness.peak(jaxpr, range(num_gradients), space) for space in (Space.Device, Space.Host)]
+    for alive in peaks:  # the trace has whole sequences
+        for kind in liveness.CHECKPOINTS, liveness.ACTIVATIONS:
+            alive[kind] //= config.axes.num_context
     return memory_terms(config, settings, state, batch, *peaks)
 
 
