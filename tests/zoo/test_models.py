@@ -69,6 +69,18 @@ def test_tiles_of_a_token_train_as_all_tokens(name):
 
 
 @pytest.mark.parametrize("name", names())
+def test_tokens_are_divided_or_the_error_says_that_there_are_none(name):
+    entry = ENTRIES[name]
+    zero = Zero(zerojax.make_mesh(context=4), 3, **entry.options)
+    try:
+        got, _ = train(zero, with_constant_init(entry), batches(entry, STEPS), tiles=1)
+    except ValueError as error:
+        assert "context: no activation divides over 4 devices" in str(error)
+        return
+    assert_close(got, reference(name), **{**TOLERANCES["fp32"], "update": entry.update})
+
+
+@pytest.mark.parametrize("name", names())
 def test_bf16_with_remat_and_microbatches_stays_near_fp32(name):
     """The loss of the first step has the initial weights, rounded to bf16, whose steps are 2^-8 = 4e-3."""
     entry = ENTRIES[name]
