@@ -5,7 +5,6 @@ vocabulary are divided, by columns in the first and by rows in the second of two
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +58,8 @@ class Block(nnx.Module):
         return x_BSD + self.down(nnx.gelu(self.up(self.norm2(x_BSD))))
 
     def attend(self, q, k, v):
-        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=self.config.attention)
+        mixed = zerojax.attention(q, k, v, is_causal=True, implementation=self.config.attention)
         heads = P(None, None, "model")
-        if self.config.annotated and self.config.attention:  # JAX divides no kernels
-            return jax.shard_map(attend, in_specs=heads, out_specs=heads, axis_names={"model"})(q, k, v)
-        mixed = attend(q, k, v)
         return jax.lax.with_sharding_constraint(mixed, heads) if self.config.annotated else mixed
 
 

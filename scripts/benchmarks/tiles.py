@@ -11,7 +11,9 @@ are those of models.py, unedited, or presets of `zerojax plan`, with the attenti
     none     all tokens at once
     auto     whichever 'auto' chooses
 
-`logits_bytes` are those of the largest array of all tokens of a device by the vocabulary; 0 if there is none.
+`logits_bytes` are those of the largest array of all tokens of a row by the vocabulary; 0 if there is none. With
+`--context`, the tokens of a row are divided over devices. `sent_bytes` without what the compiler moves for attention
+are `states_bytes`, beside the formula of stage 3, which counts the gathers of both passes for all units.
 """
 
 import argparse
@@ -19,8 +21,8 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
-import sys
+
+from forms import compiled_forms
 
 FORMS = ("tiles", "none", "auto")
 
@@ -34,6 +36,7 @@ def arguments():
     parser.add_argument("--rows", type=int, help="rows of a device (default: of the model)")
     parser.add_argument("--tokens", type=int, help="of a tile (default: by memory)")
     parser.add_argument("--inputs-in-host", action="store_true", help="inputs of layers are saved in host memory")
+    parser.add_argument("--context", type=int, default=1, help="devices over which the tokens of a row are divided")
     parser.add_argument("--layers", type=int, help="of a preset")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS[:2], help="(default: tiles none)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -46,17 +49,14 @@ def main():
     if args.compile:
         print(json.dumps(compiled(args, args.compile)))
         return
-    from rich.console import Console
-
-    console, forms = Console(stderr=True), {}
-    for form in args.forms:
-        with console.status(f"compiling {form}"):
-            command, env = [sys.executable, *sys.argv, "--compile", form], dict(os.environ)
-            env["JAX_TRACEBACK_FILTERING"] = "off"
-            done = subprocess.run(command, capture_output=True, text=True, env=env)
-        error = {"error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
-        forms[form] = json.loads(done.stdout) if done.returncode == 0 else error
-    result = {"target": args.target, "model": args.model or args.preset, "seq": args.seq, "forms": forms}
+    forms = compiled_forms(args.forms)
+    result = {
+        "target": args.target,
+        "model": args.model or args.preset,
+        "seq": args.seq,
+        "context": args.context,
+        "forms": forms,
+    }
     print(json.dumps(result)) if args.json else table(result)
 
 
@@ -89,35 +89,41 @@ def compiled(args, form):
     import zerojax
     from zerojax import targets
     from zerojax.analysis import hardware, hlo, hlo_collectives
+    from zerojax.analysis.expectation import along_context
     from zerojax.analysis.step import TrainStep, auto_tiling, device_memory
     from zerojax.plan import timeline
 
     devices = targets.devices(args.target)
     create, loss, options, avals, rows, seq = model_of(args)
-    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", **options)
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices, context=args.context), 3, "bf16", **options)
     state = zero.eval_init(create, optax.adamw(1e-3))
     remat = zerojax.Remat(offload_inputs=True) if args.inputs_in_host else "full"
     step = zero.train_step(loss, remat=remat, tiles=form if form != "tiles" else args.tokens or "auto")
     if step.settings.tiles == "auto" and form == "tiles":
         tiling = auto_tiling(device_memory(zero.config))
         step = TrainStep(zero.config, dataclasses.replace(step.settings, tiles=tiling), loss, "off")
-    batch = avals(rows * len(devices))
+    batch = avals(rows * len(devices) // args.context)
     traced = step.trace(state, batch)
     program, temporaries = schedule.compiled(traced, targets.platform(args.target))
     parsed = hlo.parse_program(program.as_text())
     sent = [c for c in hlo_collectives.compiled_collectives(parsed) if c.full_bytes > 256]
+    of_model, expected = along_context(sent, zero.config), step.expectation(state, batch)
+    total = lambda found: sum(c.sent_bytes for c in found)
     predicted = timeline.predict(parsed, hardware.cluster(args.target))
     vocabulary = max(max(leaf.shape) for leaf in state.layout.leaves if "embed" in leaf.path.lower())
     return {
-        "tokens": rows * seq,
+        "tokens": rows * seq // args.context,
         "tiles": str(step.settings.tiles),
         "estimated_bytes": step.memory(state, batch).peak_bytes,
         "peak_bytes": hlo_collectives.peak_bytes(program.memory_analysis(), temporaries),
         "logits_bytes": logits_bytes(traced.jaxpr.jaxpr, vocabulary, rows * (seq - 1)),
-        "sent_bytes": sum(c.sent_bytes for c in sent),
-        "exposed_bytes": sum(c.sent_bytes for c in sent if c.exposed),
+        "sent_bytes": total(sent),
+        "exposed_bytes": total(c for c in sent if c.exposed),
+        "states_bytes": total(sent) - total(c for c in of_model if c.kind != "reduce-scatter"),
+        "states_formula_bytes": expected.most.total + sum(expected.context_bytes),
         "step_s": predicted.step_s,
         "computing_s": predicted.computing_s,
+        "tokens_per_s": rows * seq / args.context / predicted.step_s,
     }
 
 
@@ -134,13 +140,15 @@ def table(result):
     from rich.console import Console
     from rich.table import Table
 
-    rows = Table("", "peak\nGiB", "logits\nGiB", "sent\nGiB", "ms", title=f"{result['model']} on {result['target']}")
+    title = f"{result['model']} on {result['target']}" + (f", context {n}" if (n := result["context"]) > 1 else "")
+    rows = Table("", "peak\nGiB", "logits\nGiB", "sent\nGiB", "exposed", "ms", "tokens/s\nof a device", title=title)
     for name, found in result["forms"].items():
         if "error" in found:
             rows.add_row(name, found["error"][:60])
         else:
             gib = (f"{found[key] / 2**30:.2f}" for key in ("peak_bytes", "logits_bytes", "sent_bytes"))
-            rows.add_row(name, *gib, f"{found['step_s'] * 1e3:.0f}")
+            exposed = f"{found['exposed_bytes'] / max(found['sent_bytes'], 1):.0%}"
+            rows.add_row(name, *gib, exposed, f"{found['step_s'] * 1e3:.0f}", f"{found['tokens_per_s']:,.0f}")
     Console().print(rows)
 
 
