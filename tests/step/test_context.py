@@ -209,8 +209,9 @@ def test_what_does_not_go_with_context():
     mesh = zerojax.make_mesh(context=2, replica=2)
     assert not Zero(mesh, 3).config.axes.outer
     assert "axis 'context'" in message(Zero, mesh, 3, outer_sharding="optimizer")
-    assert "'context' split no rows" in message(Zero, zerojax.make_mesh(context=2), 3, offload="optimizer")
+    assert "'context' split no batch" in message(Zero, zerojax.make_mesh(context=2), 3, offload="optimizer")
     assert "context 3" in message(zerojax.make_mesh, context=3)
+    assert "'context' and 'model' at once" in message(Zero, zerojax.make_mesh(context=2, model=2))
     assert Zero(mesh, 3, shard_axes=("data", "context")).config.axes.num_context == 1  # as any other data axis
 
 

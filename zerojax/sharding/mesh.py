@@ -111,6 +111,14 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
             f"  fix:      name at least one shard axis, and each axis once"
         )
 
+    others = [name for name, size in mesh.shape.items() if name not in (*shard, *replica) and size > 1]
+    if num_context > 1 and others:  # it aborts when it divides a lookup of labels
+        raise ValueError(
+            f"mesh: XLA cannot divide a loss over {CONTEXT!r} and {', '.join(map(repr, others))} at once\n"
+            f"  got:      axes {dict(mesh.shape)}\n"
+            f"  fix:      a mesh with one of these axes"
+        )
+
     # Read the sizes, and on TPUs the torus.
     size = lambda names: math.prod(mesh.shape[name] for name in names)
     axes = Axes(shard, tuple(replica), size(shard), size(replica), num_context=num_context)

@@ -273,7 +273,7 @@ def check_offload(offload: str, on_disk: bool, mesh: AnyMesh, axes: Axes, stage:
     if offload != "none" and others:
         raise ValueError(
             f"offload: the optimizer's state cannot be in host memory on this mesh\n"
-            f"  got:      axes {dict(mesh.shape)}, of which {', '.join(map(repr, others))} split no rows of a batch\n"
+            f"  got:      axes {dict(mesh.shape)}, of which {', '.join(map(repr, others))} split no batch\n"
             f"  fix:      offload='none', or a mesh of data axes"
         )
     if offload != "params":

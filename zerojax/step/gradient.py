@@ -235,10 +235,9 @@ class DeviceGradient:
 
         closed, output = jaxprs.traced(flat_loss, *full, *data)
         if self.config.axes.num_context > 1:
-            has_rows = jax.tree.leaves(map_rows(lambda _: True, args.batch, lambda _: False))
-            before = len(full) + len(jax.tree.leaves(args.model_state))
-            are_rows = [False] * before + has_rows
-            are_rows += [False] * (len(closed.in_avals) - len(are_rows))
+            none = lambda tree: jax.tree.map(lambda _: False, tree)
+            has_rows = map_rows(lambda _: True, args.batch, lambda _: False)
+            are_rows = jax.tree.leaves((none(full), none(args.model_state), has_rows, none(args.key)))
             closed = divide_tokens(closed, are_rows, self.config.axes.num_context)
 
         # Cut.
