@@ -58,7 +58,8 @@ class Zero:
         mesh: a mesh with axes of type Auto, for example from `zerojax.make_mesh`.
         stage: 0 (data parallel), 1 (P_os), 2 (P_os+g) or 3 (P_os+g+p).
         precision: a preset ('fp32', 'bf16', 'bf16_reduce_fp32', 'bf16_params', 'fp16') or a `Precision`.
-        shard_axes: mesh axes that model states are sharded over.
+        shard_axes: mesh axes that model states are sharded over. An axis `context` of the mesh is added to them; it
+            divides the tokens of each row of a batch instead of the rows, in losses that know nothing of it.
         replica_axes: mesh axes that also split the batch, but over which model states are replicated. The default is
             'replica' if the mesh has such an axis.
         shard_dims: maps globs on leaf paths to the dim to shard, or to None to replicate the leaf. By default, the

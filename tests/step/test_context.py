@@ -113,6 +113,8 @@ def test_weights_are_gathered_over_all_devices_at_once():
     assert gathers and {c.num_devices for c in gathers} == {8}
     kinds = {c.kind for c in found if c.num_devices == 2}
     assert "reduce_scatter" in kinds  # what the compiler leaves to be summed
+    rows = [row for row in zero.explain(state).rows if row.shape]
+    assert {row.undivided_bytes / row.bytes_per_device for row in rows} == {8}
 
 
 # Attention

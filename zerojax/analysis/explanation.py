@@ -379,7 +379,7 @@ def _with_paths(tree: PyTree) -> list[tuple[str, Aval]]:
 
 def _row(axes: Axes, category: str, path: str, unit: str, stored: Aval, shape: Shape, reason: str) -> Row:
     spec, mesh = stored.sharding.spec, stored.sharding.mesh
-    others = [[name for name in axis_names(entry) if name not in axes.data] for entry in spec]
+    others = [[name for name in axis_names(entry) if name not in axes.of_states] for entry in spec]
     undivided = NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in others)))
     logical = jax.ShapeDtypeStruct(shape, stored.dtype)
     on_device, full = placement.shard_bytes(stored, stored.sharding), placement.shard_bytes(logical, undivided)

@@ -65,8 +65,8 @@ def divided(a: Array, dim: int | None) -> Array:
     """An array that is divided over `context` in a dim, if there are several devices, and their number divides it."""
     if size() == 1 or dim is None or a.shape[dim] % size():
         return a
-    spec = PartitionSpec(*(CONTEXT if d == dim else PartitionSpec.UNCONSTRAINED for d in range(a.ndim)))
-    return lax.with_sharding_constraint(a, spec)
+    entries = (CONTEXT if d == dim else PartitionSpec.UNCONSTRAINED for d in range(a.ndim))
+    return lax.with_sharding_constraint(a, PartitionSpec(*entries))
 
 
 def divide_tokens(closed: ClosedJaxpr, are_rows: Sequence[bool], num_context: int) -> ClosedJaxpr:

@@ -117,7 +117,7 @@ _USUAL_DATA_AXES = ("fsdp", "data", "dp", "batch")  # a guess: what models call 
 def _unknown_axis_fix(names: Sequence[str], axes: Axes) -> str:
     """How to train a model whose annotations name axes that the mesh does not have."""
     data = [name for name in names if name in _USUAL_DATA_AXES]
-    known = {name: repr(axes.shard[0]) if name in data[:1] else "None" for name in names}
+    known = {name: repr(axes.of_rows.shard[0]) if name in data[:1] else "None" for name in names}
     mapping = ", ".join(f"{name!r}: {axis}" for name, axis in known.items())
     lines = [f"Zero(mesh, axis_names={{{mapping}}}) maps names to axes of the mesh, and None ignores them"]
     if data:
@@ -131,11 +131,11 @@ def _unknown_axis_fix(names: Sequence[str], axes: Axes) -> str:
 
 def _data_dim(path: str, entries: Sequence[tuple[str, ...]], axes: Axes, text: str) -> int | None:
     """The dim at which an annotation names data axes, or None."""
-    found = [d for d, names in enumerate(entries) if set(names) & set(axes.data)]
-    if len(found) > 1 or any(not set(entries[d]) <= set(axes.data) for d in found):
+    found = [d for d, names in enumerate(entries) if set(names) & set(axes.of_states)]
+    if len(found) > 1 or any(not set(entries[d]) <= set(axes.of_states) for d in found):
         raise ValueError(
             f"placement: the annotation of {path!r} names data axes at several dims, or with other axes at one\n"
-            f"  got:      {text}, data axes {axes.data}\n"
+            f"  got:      {text}, data axes {axes.of_states}\n"
             f"  fix:      leave the data axes out: ZeRO chooses a dim for them"
         )
     return found[0] if found else None
