@@ -116,7 +116,7 @@ def compiled(args, form):
         "tiles": str(step.settings.tiles),
         "estimated_bytes": step.memory(state, batch).peak_bytes,
         "peak_bytes": hlo_collectives.peak_bytes(program.memory_analysis(), temporaries),
-        "logits_bytes": logits_bytes(traced.jaxpr.jaxpr, vocabulary, rows * (seq - 1)),
+        "logits_bytes": logits_bytes(traced.jaxpr.jaxpr, vocabulary, rows, seq - 1),
         "sent_bytes": total(sent),
         "exposed_bytes": total(c for c in sent if c.exposed),
         "states_bytes": total(sent) - total(c for c in of_model if c.kind != "reduce-scatter"),
@@ -127,13 +127,16 @@ def compiled(args, form):
     }
 
 
-def logits_bytes(jaxpr, vocabulary, tokens):
-    """The bytes of the largest array of at least as many tokens by the vocabulary, in any part of a traced step."""
+def logits_bytes(jaxpr, vocabulary, rows, tokens):
+    """The bytes of the largest array of at least so many rows and tokens by the vocabulary, in any part of a step."""
     from zerojax.program import jaxprs
 
-    values = (v.aval for e in jaxprs.walk(jaxpr.eqns) for v in e.outvars if vocabulary in getattr(v.aval, "shape", ()))
-    sizes = ((math.prod(a.shape), a.dtype.itemsize) for a in values)
-    return max((n * itemsize for n, itemsize in sizes if n >= tokens * vocabulary), default=0)
+    def is_logits(shape):
+        others = [size for size in shape if size != vocabulary]
+        return len(others) < len(shape) and max(others, default=0) >= tokens and math.prod(others) >= rows * tokens
+
+    avals = (v.aval for e in jaxprs.walk(jaxpr.eqns) for v in e.outvars if is_logits(getattr(v.aval, "shape", ())))
+    return max((math.prod(a.shape) * a.dtype.itemsize for a in avals), default=0)
 
 
 def table(result):
