@@ -77,6 +77,23 @@ def test_tokens_that_are_cut_off_and_odd_numbers_of_devices():
         np.testing.assert_allclose(own, other, atol=1e-5)
 
 
+def test_dropout_draws_the_masks_of_whole_sequences():
+    """On as many groups of devices with rows, so that their keys are the same."""
+
+    def loss(params, batch, key):
+        x = params["embed"][batch["tokens"]]
+        return jnp.mean((x * jax.random.bernoulli(key, 0.5, x.shape)) ** 2 @ params["out"])
+
+    rng = np.random.default_rng(0)
+    params = {"embed": rng.normal(size=(64, 16)).astype(np.float32), "out": rng.normal(size=16).astype(np.float32)}
+    batch, losses = {"tokens": rng.integers(0, 64, (4, 16), dtype=np.int32)}, []
+    for mesh in zerojax.make_mesh(devices=jax.devices()[:2]), zerojax.make_mesh(context=4):
+        zero = Zero(mesh, 3)
+        state, step = zero.init(params, optax.sgd(0.1)), zero.train_step(loss)
+        losses.append(float(step(state, batch)[1]["loss"]))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+
+
 def test_muon_evaluation_and_checkpoints(tmp_path):
     """Matrices have owners among all devices. A run continues on a mesh without the axis."""
     tx, found = optax.contrib.muon(1e-2), []

@@ -289,11 +289,12 @@ def _context_bytes(
 ) -> tuple[float, float]:
     """The bytes of gradients that a device sends along `context`: (reduce-scattered, all-reduced), by the compiler."""
     n, stage = config.axes.num_context, config.stage
+    are_scattered = stage.shards_grads or (stage.shards_optimizer and k == 1)  # otherwise, whole sums of microbatches
     scattered = summed = 0.0
     for leaf, of_leaf in zip(leaves, uses, strict=True):
         times = leaf.trainable * k * sum(use.lookup is None for use in of_leaf)
         size = times * math.prod(_full_shape(config, leaf)) * leaf.compute_dtype.itemsize
-        if leaf.dim is None or not stage.shards_grads:
+        if leaf.dim is None or not are_scattered:
             summed += 2 * size
         else:
             scattered += size

@@ -229,7 +229,6 @@ class TableLookupWithBackward(PlannedPart):
         if piece == count:
             total, _ = add(total, (indices, grads))
         else:
-            total, _ = lax.scan(
-                add, total, jax.tree.map(lambda a: a.reshape(-1, piece, *a.shape[1:]), (indices, grads))
-            )
+            pieces = jax.tree.map(lambda a: a.reshape(-1, piece, *a.shape[1:]), (indices, grads))
+            total, _ = lax.scan(add, total, pieces)
         return total.astype(wire_dtype)

@@ -173,10 +173,8 @@ def explained_by_rows(gradient: DeviceGradient, args: LossArgs) -> Iterator[None
     except Exception as error:
         if parts == 1 or fails(1) or not fails(parts):
             raise
-        rows, seen = (
-            num_global_rows(gradient.config, args.batch),
-            textwrap.shorten(str(error), 200, placeholder=" ...").rstrip("."),
-        )
+        rows = num_global_rows(gradient.config, args.batch)
+        seen = textwrap.shorten(str(error), 200, placeholder=" ...").rstrip(".")
         raise LossError(
             f"loss: works with all {rows} rows of the batch, but not with the {rows // parts} that a device has at a "
             f"time\n"
