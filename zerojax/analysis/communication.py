@@ -184,9 +184,10 @@ class CommunicationChecks:
             raise Unreadable("the compiler may sum whole gradients over context and data at once")
 
     def along_context(self) -> Outcome:
-        """Whether the compiler reduce-scatters gradients along `context`, where the stage shards them.
+        """Whether the compiler all-reduces no gradients along `context` that the stage shards.
 
-        It reduces them in the dtype that they are computed in. What attention needs is not known.
+        It reduces them in the dtype that they are computed in; of a table that is read by rows, it may exchange rows
+        instead. What attention needs is not known.
         """
         self._check_sums_apart()
         if self.as_traced:
@@ -198,9 +199,9 @@ class CommunicationChecks:
         text = f"{', '.join(kinds)}; {bytes_text(exposed)} overlap with no matrix product"
         numbers = {**sent._asdict(), "expected_reduce_scattered": scattered, "exposed_bytes": exposed}
         slack, extra = SLACK * (scattered + summed), sent.all_reduced - summed
-        if sent.reduced >= scattered + summed / 2 - slack and extra <= slack:
+        if extra <= slack:
             return Outcome(text, Verdict.OK, numbers)
-        if sent.reduced >= scattered + summed / 2 - slack and self.platform == "tpu":
+        if self.platform == "tpu" and extra <= scattered:  # of small gradients
             text = f"{text}; XLA for TPUs made all-reduces, which send {bytes_text(extra / 2)} more"
             return Outcome(text, Verdict.KNOWN, numbers)
         fix = "constrain what mixes tokens: zerojax.attention, or jax.lax.with_sharding_constraint in the model"
